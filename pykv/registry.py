@@ -1,0 +1,42 @@
+"""The file's name is the key: `find("formats", "q4_0")` is `pykv/formats/q4_0.py`.
+
+A plugin adds a name through an entry point of the group `pykv.<folder>`; nothing registers itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+from importlib.metadata import entry_points
+from types import ModuleType
+
+from pykv.errors import UnsupportedError
+
+_NOT_KEYS = {"base", "blocks"}
+
+
+def names(folder: str) -> list[str]:
+    """Every key of a folder, sorted: its modules that are not machinery, and plugins."""
+    package = importlib.import_module(f"pykv.{folder}")
+    own = {m.name for m in pkgutil.iter_modules(package.__path__)} - _NOT_KEYS
+    return sorted(own | {e.name for e in entry_points(group=f"pykv.{folder}")})
+
+
+def find(folder: str, name: str, what: str) -> ModuleType:
+    """The module that implements `name`.
+
+    Raises UnsupportedError when there is none; `what` names the kind of thing in the sentence.
+    """
+    if name not in _NOT_KEYS and name.isidentifier():
+        for entry in entry_points(group=f"pykv.{folder}", name=name):
+            module: ModuleType = entry.load()
+            return module
+        # only the absence of this very module means "unknown": other import errors are bugs
+        if importlib.util.find_spec(f"pykv.{folder}.{name}") is not None:
+            return importlib.import_module(f"pykv.{folder}.{name}")
+    known = names(folder)
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise UnsupportedError(f"unknown {what} '{name}': known are {', '.join(known)}{hint}")
