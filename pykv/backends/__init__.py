@@ -1,1 +1,1 @@
-""""""
+"""What runs a model's arithmetic."""

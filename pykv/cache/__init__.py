@@ -1,1 +1,1 @@
-""""""
+"""The KV cache: pages, tables, sequences."""

@@ -1,1 +1,1 @@
-""""""
+"""The `pykv` command."""

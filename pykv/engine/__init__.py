@@ -1,1 +1,1 @@
-""""""
+"""Loading, generating, measuring: what an application holds."""

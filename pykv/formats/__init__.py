@@ -1,1 +1,1 @@
-""""""
+"""Block layouts of weights and caches, one file each."""

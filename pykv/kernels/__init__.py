@@ -1,1 +1,1 @@
-""""""
+"""Compiled kernels: Numba on the CPU."""

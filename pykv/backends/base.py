@@ -1,0 +1,211 @@
+"""What a backend can do, and what it is told about the cache.
+
+A model graph is written against these verbs and never touches an array library. Arrays that verbs
+take and give are the backend's own; a graph may ask one for `shape` and `reshape`, and hands it on.
+A backend may run a verb at once or note it down until `logits` are asked for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
+Array = Any  # a backend's own array
+
+PAGE = 64  # tokens in a page
+RECORD = 16  # int64 words that describe one row of a batch to the kernels; see below
+
+
+class WeightSource(Protocol):
+    """A tensor as the file reader gives it."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def type(self) -> str: ...  # noqa: D102
+    @property
+    def data(self) -> U8: ...  # noqa: D102
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """A rotary embedding: which channels are paired, and by which angles they turn.
+
+    Angle of pair i at position p: p * inv_freq[i]; cos and sin are multiplied by `magnitude`.
+    """
+
+    neox: bool  # pairs (i, i + n_rot / 2), else (2i, 2i + 1)
+    inv_freq: NDArray[np.float64]  # [n_rot / 2], scaling included
+    magnitude: float = 1.0
+
+    @property
+    def n_rot(self) -> int:
+        """Channels that turn."""
+        return 2 * len(self.inv_freq)
+
+    def tables(self, positions: I64) -> tuple[F32, F32]:
+        """cos and sin, f32 [len(positions), n_rot / 2]; the angles are reduced in float64."""
+        angles = positions[:, None] * self.inv_freq
+        return (
+            (np.cos(angles) * self.magnitude).astype(np.float32),
+            (np.sin(angles) * self.magnitude).astype(np.float32),
+        )
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The cache's shape in one layer."""
+
+    n_head: int  # query heads
+    n_kv: int  # KV heads
+    d_k: int  # channels of a key
+    d_v: int  # channels of a value
+    window: int = 0  # tokens that a query sees, itself included; 0: all
+
+
+@dataclass(frozen=True)
+class CacheFormats:
+    """Which formats the pages of one layer have; names of modules in `formats`."""
+
+    page_k: str
+    page_v: str
+    tail_k: str
+    tail_v: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether pages are the tail's pages: nothing is ever encoded."""
+        return self.page_k == self.tail_k and self.page_v == self.tail_v
+
+
+@dataclass
+class Segment:
+    """Consecutive tokens of one sequence between which no page is encoded."""
+
+    first: int  # row of the batch
+    count: int
+
+
+@dataclass
+class Round:
+    """Segments of different sequences that may run together; their pages are encoded after it."""
+
+    segments: list[Segment]
+    rows: I32 = field(default_factory=lambda: np.empty(0, np.int32))
+    # per layer and side (keys, values): int64 [n, 2], address of a table entry and of a new page
+    moves: list[tuple[I64, I64]] = field(default_factory=list)
+    parts: list[list[tuple[I64, I64]]] = field(default_factory=list)  # moves, by sequence
+
+
+@dataclass
+class Step:
+    """One batch, as the backend sees it.
+
+    `records` is int64 [layers, T, RECORD]: 0 key table, 1 value table (addresses), 2 table
+    capacity, 3 sinks, 4 encoded pages, 5 position, 6 lowest visible position. A table is page
+    addresses int64 [KV heads, capacity]: entry 0 the sinks page, entry 1 + i tokens
+    sinks + 64 i onwards; entries up to `encoded pages` have the page format, others the tail's.
+    """
+
+    shapes: Sequence[LayerShape]
+    formats: Sequence[CacheFormats]
+    tokens: I32  # [T]
+    positions: I64  # [T]
+    outputs: I32  # rows whose logits are wanted
+    records: I64
+    rounds: list[Round]
+
+    @property
+    def n_rows(self) -> int:
+        """T, the tokens of the batch."""
+        return len(self.tokens)
+
+
+class Backend(ABC):
+    """The verbs.  T tokens, E embedding, H query heads, G KV heads, D channels of a head."""
+
+    name: str
+    plan: list[str]  # what was chosen, a line each
+
+    @abstractmethod
+    def load(self, tensor: WeightSource) -> Any:
+        """A weight for `linear` and `embed` ([n_out, n_in]); its bytes stay where they are."""
+
+    @abstractmethod
+    def load_vector(self, tensor: WeightSource) -> Any:
+        """A norm's weight, decoded to float32."""
+
+    @abstractmethod
+    def prepare(self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]) -> None:
+        """Choose, and compile, the kernels for these caches."""
+
+    @abstractmethod
+    def run(self, graph: Any, step: Step) -> F32:
+        """Run `graph.forward` for a batch; returns logits f32 [len(step.outputs), vocabulary].
+
+        Raises NumericsError: NaN or infinity in keys or values (layer and position are named).
+        """
+
+    @abstractmethod
+    def embed(self, weight: Any, step: Step) -> Array:
+        """The batch's tokens' rows of `weight`: [T, E]."""
+
+    @abstractmethod
+    def linear(self, x: Array, weight: Any, add: Array | None = None) -> Array:
+        """[T, n_in] -> [T, n_out], plus `add` of that shape."""
+
+    @abstractmethod
+    def rms_norm(self, x: Array, weight: Any, eps: float) -> Array:
+        """Normalise the last axis and multiply by `weight`."""
+
+    @abstractmethod
+    def attention(
+        self, step: Step, layer: int, q: Array, k: Array, v: Array, rope: Rope | None, scale: float
+    ) -> Array:
+        """Write k [T, G, D] and v to the cache and attend with q [T, H, D]: [T, H * D].
+
+        q and k are turned by `rope` first; scores are multiplied by `scale`.
+        """
+
+    @abstractmethod
+    def swiglu(self, gate: Array, up: Array) -> Array:
+        """silu(gate) * up."""
+
+    @abstractmethod
+    def geglu(self, gate: Array, up: Array) -> Array:
+        """gelu(gate) * up, in the tanh form."""
+
+    @abstractmethod
+    def add(self, x: Array, y: Array) -> Array:
+        """x + y."""
+
+    @abstractmethod
+    def bias(self, x: Array, weight: Any) -> Array:
+        """[T, N] plus a vector [N]."""
+
+    @abstractmethod
+    def scale(self, x: Array, factor: float) -> Array:
+        """x * factor."""
+
+    @abstractmethod
+    def softcap(self, x: Array, limit: float) -> Array:
+        """limit * tanh(x / limit)."""
+
+    @abstractmethod
+    def take_rows(self, x: Array, step: Step) -> Array:
+        """The rows of x whose logits are wanted."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the backend holds."""

@@ -1,0 +1,303 @@
+"""The CPU backend: NumPy arrays, Numba kernels.
+
+A batch of few rows is noted down once as a program and replayed, its changing parts (tokens,
+positions, page tables) lying in memory that the kernels read. A prompt's products go through the
+BLAS, a panel of weights at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pykv.backends import plan
+from pykv.backends.base import (
+    F32,
+    Array,
+    Backend,
+    CacheFormats,
+    LayerShape,
+    Rope,
+    Step,
+    WeightSource,
+)
+from pykv.backends.cpu_attention import CpuAttention
+from pykv.backends.kernels import Kernels
+from pykv.backends.program import Arena, Buffer, Program
+from pykv.backends.threads import BlasThreads, default_threads
+from pykv.errors import NumericsError
+
+BLAS_ROWS = 8  # from this many rows on, decoding a panel and calling the BLAS is faster
+PANEL_BYTES = 4 << 20  # of float32 weights that are decoded at a time
+ROW_TASK_BYTES = 16 << 10  # weight bytes of one task of a matrix-vector product
+
+
+class Weight:
+    """A matrix [n_out, n_in] where it lies in the file, and how to read it."""
+
+    def __init__(self, tensor: WeightSource) -> None:
+        module = plan.cpu_weight_module(tensor)
+        self.n_out, self.n_in = tensor.shape if len(tensor.shape) == 2 else (1, tensor.shape[0])
+        self.type = tensor.type if module is not None else "f32"
+        self.data = tensor.data
+        if module is None:
+            values = plan.decode(tensor).reshape(self.n_out, self.n_in)
+            padded = np.zeros((self.n_out, (self.n_in + 31) // 32 * 32), np.float32)
+            padded[:, : self.n_in] = values
+            self.data = padded.view(np.uint8)
+        self.data = self.data.reshape(self.n_out, -1)
+        self.row_bytes = self.data.shape[1]
+        self.address = int(self.data.ctypes.data)
+        self.width = (self.n_in + 31) // 32 * 32
+
+
+class CpuBackend(Backend):
+    """Numba kernels on `threads` threads.
+
+    `deterministic`: products and attention of every batch go row by row through the same kernels,
+    so that a row's result does not depend on the rows beside it.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        threads: int | None = None,
+        deterministic: bool = False,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.threads = threads or default_threads()
+        self.deterministic = deterministic
+        self.kernels = Kernels(self.threads, progress)
+        self.arena = Arena()
+        self._blas = BlasThreads(self.threads)
+        self._lock = threading.Lock()
+        self._weights: list[Weight] = []
+        self._programs: dict[tuple[int, int, int], tuple[Program, Buffer, CpuAttention, Step]] = {}
+        self._program = self._new_program()
+        self._attention: CpuAttention | None = None
+        self._clamped: set[int] = set()
+        self.plan = []
+
+    def load(self, tensor: WeightSource) -> Weight:  # noqa: D102
+        weight = Weight(tensor)
+        self._weights.append(weight)
+        return weight
+
+    def load_vector(self, tensor: WeightSource) -> F32:  # noqa: D102
+        values = plan.decode(tensor).reshape(-1)
+        padded = np.zeros(len(values) + 16, np.float32)
+        padded[: len(values)] = values
+        return padded[: len(values)]
+
+    def prepare(self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]) -> None:  # noqa: D102
+        types = sorted({w.type for w in self._weights})
+        self.kernels.load_weights(types, self.deterministic)
+        self.kernels.load_cache(shapes, formats)
+        self.plan = [
+            f"cpu backend: {self.threads} threads, threading layer {self.kernels.layer()}",
+            f"weights: {', '.join(types)}",
+            *self.kernels.cache_plan,
+        ]
+
+    def close(self) -> None:  # noqa: D102
+        self._programs.clear()
+        self._weights.clear()
+        self._program = self._new_program()
+        self._attention, self.arena = None, Arena()
+
+    # running a batch
+
+    def run(self, graph: Any, step: Step) -> F32:  # noqa: D102
+        with self._lock:
+            few = step.n_rows < BLAS_ROWS and len(step.rounds) == 1 and not step.rounds[0].moves
+            logits = self._replay(graph, step) if few else self._run_once(graph, step)
+            return logits
+
+    def _new_program(self) -> Program:
+        return Program(self.kernels.run, self.threads)
+
+    def _replay(self, graph: Any, step: Step) -> F32:
+        key = (step.n_rows, len(step.outputs), CpuAttention.capacity(step))
+        if key not in self._programs:
+            self._program, self.arena = self._new_program(), Arena()
+            self._program.keep(self.arena)
+            # the program's own copy of what changes, at addresses that stay
+            own = Step(
+                step.shapes, step.formats, step.tokens.copy(), step.positions.copy(),
+                step.outputs.copy(), step.records.copy(), step.rounds,
+            )  # fmt: skip
+            self._attention = CpuAttention(self, own)
+            logits = graph.forward(own)
+            self._programs[key] = (self._program, logits, self._attention, own)
+        program, logits, attention, own = self._programs[key]
+        own.tokens[:], own.positions[:] = step.tokens, step.positions
+        own.outputs[:], own.records[:] = step.outputs, step.records
+        attention.refresh(program)
+        program.run()
+        attention.check()
+        return np.array(logits.array)
+
+    def _run_once(self, graph: Any, step: Step) -> F32:
+        self._program, self.arena = self._new_program(), Arena()
+        self._attention = CpuAttention(self, step)
+        try:
+            with self._blas.limit():
+                logits = graph.forward(step)
+                self._flush()
+            self._attention.check()
+            return np.array(logits.array)
+        finally:
+            self._program, self.arena = self._new_program(), Arena()
+            self._attention = None
+
+    def _flush(self) -> None:
+        if len(self._program):
+            self._program.run()
+            self._program = self._new_program()
+        if self._attention is not None:
+            self._attention.check()
+
+    def buffer(self, *shape: int) -> Buffer:
+        """Fresh memory for a result."""
+        return Buffer(self.arena.take(int(np.prod(shape)) * 4), shape)
+
+    def emit(self, kernel: str, tasks: int, *params: Any, cost: int = 0) -> Any:
+        """Note down a launch of the kernel of that name; returns its parameters."""
+        return self._program.add(self.kernels[kernel], tasks, *params, cost=cost)
+
+    @property
+    def program(self) -> Program:
+        """The program that verbs add to."""
+        return self._program
+
+    # verbs
+
+    def embed(self, weight: Weight, step: Step) -> Array:  # noqa: D102
+        out = self.buffer(step.n_rows, weight.width)
+        self._panel(weight, weight.address, step.tokens, out, step.n_rows)
+        return self._resize(out, weight.n_in)
+
+    def _resize(self, x: Buffer, n: int) -> Buffer:
+        """Rows of n values, cut or filled up with zeros; x itself where it fits."""
+        if x.shape[-1] == n:
+            return x
+        out = self.buffer(x.shape[0], n)
+        self.emit("resize_rows", x.shape[0], x, out, x.shape[1], n)
+        return out
+
+    def _panel(self, weight: Weight, address: int, rows: Any, out: Any, n_rows: int) -> None:
+        blocks = weight.width // self.kernels.block_len(weight.type)
+        per_task = max(1, 8192 // weight.width)
+        self.emit(
+            f"panel_{weight.type}", -(-n_rows // per_task), address, weight.row_bytes, blocks,
+            rows, out, weight.width * 4, n_rows, per_task,
+        )  # fmt: skip
+
+    def linear(self, x: Array, weight: Weight, add: Array | None = None) -> Array:  # noqa: D102
+        n = x.shape[0]
+        if n >= BLAS_ROWS and not self.deterministic:
+            return self._linear_blas(x, weight, add)
+        out, x = self.buffer(n, weight.n_out), self._resize(x, weight.width)
+        done = 0
+        while done < n:
+            rows = 4 if n - done >= 4 else 1
+            self._matvec(x, weight, add, out, done, rows)
+            done += rows
+        return out
+
+    def _matvec(
+        self, x: Buffer, weight: Weight, add: Array | None, out: Buffer, first: int, rows: int
+    ) -> None:
+        per_task = max(1, ROW_TASK_BYTES // weight.row_bytes)
+        at = first * weight.n_out * 4
+        self.emit(
+            f"matvec_{weight.type}_r{rows}", -(-weight.n_out // per_task),
+            weight.address, weight.row_bytes, weight.width // self.kernels.block_len(weight.type),
+            x.address + first * weight.width * 4, weight.width * 4,
+            out.address + at, weight.n_out * 4, weight.n_out, per_task,
+            0 if add is None else add.address + at, cost=weight.row_bytes * weight.n_out,
+        )  # fmt: skip
+
+    def _linear_blas(self, x: Buffer, weight: Weight, add: Array | None) -> Buffer:
+        out = self.buffer(x.shape[0], weight.n_out)
+        self._flush()
+        result, rows = out.array, max(1, PANEL_BYTES // (weight.width * 4))
+        panel = self.buffer(min(rows, weight.n_out), weight.width)
+        for first in range(0, weight.n_out, rows):
+            count = min(rows, weight.n_out - first)
+            self._panel(weight, weight.address + first * weight.row_bytes, 0, panel, count)
+            self._flush()
+            np.matmul(x.array, panel.array[:count, : weight.n_in].T,
+                      out=result[:, first : first + count])  # fmt: skip
+        if add is not None:
+            result += add.array
+        return out
+
+    def rms_norm(self, x: Array, weight: F32, eps: float) -> Array:  # noqa: D102
+        out, n = self.buffer(*x.shape), x.shape[-1]
+        rows = int(np.prod(x.shape[:-1]))
+        per_task = max(1, 16384 // n)
+        self.emit("rms_norm", -(-rows // per_task), x, weight, out, n, per_task, rows, eps)
+        return out
+
+    def attention(  # noqa: D102
+        self, step: Step, layer: int, q: Array, k: Array, v: Array, rope: Rope | None, scale: float
+    ) -> Array:
+        if self._attention is None:
+            raise NumericsError("attention was called outside a batch")
+        return self._attention.emit(layer, q, k, v, rope, scale)
+
+    def _gated(self, kernel: str, gate: Array, up: Array) -> Array:
+        out, count = self.buffer(*gate.shape), int(np.prod(gate.shape))
+        per_task = 8192
+        self.emit(kernel, -(-count // per_task), gate, up, out, count, per_task)
+        return out
+
+    def swiglu(self, gate: Array, up: Array) -> Array:  # noqa: D102
+        return self._gated("swiglu", gate, up)
+
+    def geglu(self, gate: Array, up: Array) -> Array:  # noqa: D102
+        return self._gated("geglu", gate, up)
+
+    def add(self, x: Array, y: Array) -> Array:  # noqa: D102
+        out = self.buffer(*x.shape)
+        self.emit("add", 1, x, y, out, int(np.prod(x.shape)), 1.0)
+        return out
+
+    def bias(self, x: Array, weight: F32) -> Array:  # noqa: D102
+        out = self.buffer(*x.shape)
+        self.emit("bias", x.shape[0], x, weight, out, x.shape[1])
+        return out
+
+    def scale(self, x: Array, factor: float) -> Array:  # noqa: D102
+        out = self.buffer(*x.shape)
+        self.emit("add", 1, x, 0, out, int(np.prod(x.shape)), factor)
+        return out
+
+    def softcap(self, x: Array, limit: float) -> Array:  # noqa: D102
+        out = self.buffer(*x.shape)
+        self.emit("softcap", 1, x, out, int(np.prod(x.shape)), limit)
+        return out
+
+    def take_rows(self, x: Array, step: Step) -> Array:  # noqa: D102
+        out = self.buffer(len(step.outputs), x.shape[1])
+        self.emit("take_rows", len(step.outputs), x, step.outputs, out, x.shape[1] * 4)
+        return out
+
+    def report_clamped(self, layer: int, count: int) -> None:
+        """Say once per layer that values were too large for the tail's type."""
+        if layer not in self._clamped:
+            self._clamped.add(layer)
+            plan.log.warning(
+                "layer %d: %d keys or values beyond the range of the cache's tail were clamped; "
+                "--kv-tail-type bf16 or f32 keeps them", layer, count,
+            )  # fmt: skip
+
+
+def create(**settings: Any) -> CpuBackend:
+    """A CPU backend; settings are those of CpuBackend."""
+    return CpuBackend(**settings)

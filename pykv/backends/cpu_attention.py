@@ -1,0 +1,198 @@
+"""Attention of one batch on the CPU: writes, row and prompt kernels, encoding, in the right order.
+
+A batch that is replayed has one round and no encoding; what changes between replays (positions,
+page tables, the number of chunks) is refreshed in place.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pykv.backends.base import F32, I64, PAGE, Rope, Step
+from pykv.backends.kernels import cache_key, tiles
+from pykv.backends.program import Arena, Buffer, Memory, Program
+from pykv.errors import NumericsError
+
+if TYPE_CHECKING:
+    from pykv.backends.cpu import CpuBackend
+
+log = logging.getLogger("pykv")
+
+CHUNK_TOKENS = 8 * PAGE  # attention_numba.CHUNK table entries
+ROWS_AT_ONCE = 16  # rows whose partial sums are kept at the same time
+LINES_AT_ONCE = 64  # query heads x queries of one prompt task
+LAUNCH_FLOPS = 4e9  # of one prompt launch, so that Ctrl-C is heard soon
+
+
+@dataclass
+class _RowLaunch:
+    """Lines of the program whose size follows the context."""
+
+    lines: list[tuple[int, I64, int]]  # line, parameters, tasks per chunk
+    combine: I64
+
+
+class CpuAttention:
+    """Emits a batch's attention into the backend's program."""
+
+    def __init__(self, backend: CpuBackend, step: Step) -> None:
+        self._backend, self._step = backend, step
+        self._ropes: dict[int, tuple[Rope, F32, F32]] = {}
+        self._flags = np.zeros((len(step.shapes), 4), np.int64)
+        self._chunks = max(1, self.capacity(step))
+        self._launches: list[_RowLaunch] = []
+        self._scratch: dict[int, Memory] = {}
+        self._partial: dict[tuple[int, int], tuple[Memory, Memory]] = {}
+        self._rows = [np.asarray(r.rows, np.int32) for r in step.rounds]
+        self._arena: Arena = backend.arena
+
+    @staticmethod
+    def capacity(step: Step) -> int:
+        """Chunks to make room for: what the longest row needs, rounded up to a power of two."""
+        entries = 2 + int(step.positions.max()) // PAGE
+        return 1 << (-(-entries * PAGE // CHUNK_TOKENS) - 1).bit_length()
+
+    # between replays
+
+    def refresh(self, program: Program) -> None:
+        """Take over the step's positions: RoPE tables and the number of chunks."""
+        for rope, cos, sin in self._ropes.values():
+            cos[:], sin[:] = rope.tables(self._step.positions)
+        records = self._step.records
+        sinks = int(records[0, 0, 3])
+        entries = 2 + max(int(self._step.positions.max()) - sinks, 0) // PAGE
+        chunks = -(-entries * PAGE // CHUNK_TOKENS)
+        if chunks != self._chunks:
+            self._chunks = chunks
+            for launch in self._launches:
+                for line, ctx, tasks in launch.lines:
+                    ctx[11] = chunks
+                    program.set_tasks(line, tasks * chunks)
+                launch.combine[3] = chunks
+
+    def check(self) -> None:
+        """Raise or report what the write kernels noticed."""
+        if not self._flags.any():
+            return
+        flags, self._flags[:] = self._flags.copy(), 0
+        bad = np.flatnonzero(flags[:, 0])
+        if len(bad):
+            raise NumericsError(
+                f"layer {bad[0]}, position {flags[bad[0], 1]}: a key or value is not a finite "
+                "number; the model file may be damaged"
+            )
+        for layer in np.flatnonzero(flags[:, 2]):
+            self._backend.report_clamped(int(layer), int(flags[layer, 2]))
+
+    # emitting
+
+    def emit(
+        self, layer: int, q: Buffer, k: Buffer, v: Buffer, rope: Rope | None, scale: float
+    ) -> Buffer:
+        """Lines for one layer's attention; see Backend.attention."""
+        self._turn(q, rope, scale)
+        self._turn(k, rope, 1.0)
+        shape, formats = self._step.shapes[layer], self._step.formats[layer]
+        out = self._backend.buffer(q.shape[0], shape.n_head * shape.d_v)
+        few = q.shape[0] < 8 or self._backend.deterministic
+        for number, round_ in enumerate(self._step.rounds):
+            rows = self._rows[number]
+            self._backend.emit(
+                f"write_{formats.tail_k}_{formats.tail_v}", shape.n_kv,
+                self._step.records[layer], rows, len(rows), k, shape.n_kv * shape.d_k * 4,
+                v, shape.n_kv * shape.d_v * 4, shape.d_k, shape.d_v, shape.n_kv, self._flags[layer],
+            )  # fmt: skip
+            if few:
+                for first in range(0, len(rows), ROWS_AT_ONCE):
+                    self._attend_rows(layer, rows[first : first + ROWS_AT_ONCE], q, out)
+            else:
+                for segment in round_.segments:
+                    self._attend_prompt(layer, segment.first, segment.count, q, out)
+            if round_.moves:
+                self._encode(layer, round_.moves[layer])
+        return out
+
+    def _turn(self, x: Buffer, rope: Rope | None, scale: float) -> None:
+        rows, heads, d = x.shape
+        if rope is None:
+            if scale != 1.0:
+                self._backend.emit("add", 1, x, 0, x, rows * heads * d, scale)
+            return
+        if id(rope) not in self._ropes:
+            self._ropes[id(rope)] = (rope, *rope.tables(self._step.positions))
+        _, cos, sin = self._ropes[id(rope)]
+        other, step = (rope.n_rot // 2, 1) if rope.neox else (1, 2)
+        self._backend.emit(
+            "rope", rows, x, heads, d, rope.n_rot, other, step, cos, sin, float(scale)
+        )
+
+    def _scratch_for(self, n_bytes: int) -> Memory:
+        """Scratch of n_bytes for every worker, kept while the batch runs."""
+        if n_bytes not in self._scratch:
+            self._scratch[n_bytes] = self._arena.take(n_bytes * self._backend.threads)
+        return self._scratch[n_bytes]
+
+    def _attend_rows(self, layer: int, rows: Any, q: Buffer, out: Buffer) -> None:
+        backend, shape = self._backend, self._step.shapes[layer]
+        key, group = cache_key(self._step.formats[layer]), shape.n_head // shape.n_kv
+        width, room = (shape.d_v + 31) // 32 * 32, self.capacity(self._step)
+        places = min(len(rows), ROWS_AT_ONCE) * shape.n_head * room
+        if (places, width) not in self._partial:
+            memory = self._arena.take(places * width * 4), self._arena.take(places * 8)
+            self._partial[places, width] = memory
+        partial, stats = (m.address for m in self._partial[places, width])
+        lines = []
+        for heads, first, count in tiles(group):
+            scratch = heads * CHUNK_TOKENS * 4
+            tasks = len(rows) * shape.n_kv * count
+            ctx = backend.emit(
+                f"attend_{key}_g{heads}", tasks * self._chunks, self._step.records[layer], rows,
+                len(rows), q, shape.n_head * shape.d_k * 4, shape.d_k, shape.d_v, shape.n_kv, group,
+                first, count, self._chunks, partial, stats, self._scratch_for(scratch).address,
+                scratch,
+            )  # fmt: skip
+            lines.append((len(backend.program) - 1, ctx, tasks))
+        combine = backend.emit(
+            "combine", len(rows), rows, shape.n_head, shape.d_v, self._chunks, partial, stats,
+            out, shape.n_head * shape.d_v * 4,
+        )  # fmt: skip
+        self._launches.append(_RowLaunch(lines, combine))
+
+    def _attend_prompt(self, layer: int, first: int, count: int, q: Buffer, out: Buffer) -> None:
+        from pykv.kernels.prompt_numba import scratch_bytes
+
+        shape = self._step.shapes[layer]
+        group = shape.n_head // shape.n_kv
+        per_block = max(1, LINES_AT_ONCE // group)
+        scratch = scratch_bytes(per_block, group, shape.d_k, shape.d_v)
+        context = int(self._step.positions[first + count - 1]) + 1
+        flops = 2 * context * shape.n_head * (shape.d_k + shape.d_v)
+        at_once = max(per_block, int(LAUNCH_FLOPS / flops) // per_block * per_block)
+        for start in range(first, first + count, at_once):
+            queries = min(at_once, first + count - start)
+            self._backend.emit(
+                f"prompt_{cache_key(self._step.formats[layer])}",
+                shape.n_kv * -(-queries // per_block), self._step.records[layer, start], queries,
+                q.address + start * shape.n_head * shape.d_k * 4, shape.n_head * shape.d_k * 4,
+                shape.d_k, shape.d_v, shape.n_kv, group, per_block, shape.window,
+                out.address + start * shape.n_head * shape.d_v * 4, shape.n_head * shape.d_v * 4,
+                self._scratch_for(scratch).address, scratch, cost=int(queries * flops / 32),
+            )  # fmt: skip
+
+    def _encode(self, layer: int, moves: tuple[I64, I64]) -> None:
+        shape, formats = self._step.shapes[layer], self._step.formats[layer]
+        sides = (
+            (f"encode_k_{formats.tail_k}_{formats.page_k}", shape.d_k),
+            (f"encode_v_{formats.tail_v}_{formats.page_v}", shape.d_v),
+        )
+        for (kernel, d), side_moves in zip(sides, moves, strict=True):
+            if len(side_moves):
+                scratch = (d + 31) // 32 * 32 * PAGE * 4
+                self._backend.emit(
+                    kernel, len(side_moves), side_moves, d,
+                    self._scratch_for(scratch).address, scratch,
+                )  # fmt: skip

@@ -1,0 +1,168 @@
+"""The CPU kernels that a model and its caches need, compiled or loaded by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from pykv.backends import plan
+from pykv.backends.base import CacheFormats, LayerShape
+from pykv.backends.threads import load_tbb
+
+ELEMENTWISE = (
+    "rms_norm", "rope", "swiglu", "geglu", "add", "bias", "softcap", "take_rows", "resize_rows",
+)  # fmt: skip
+TILES = (4, 3, 2, 1)  # query heads that share one pass over a page
+
+
+def tiles(group: int) -> list[tuple[int, int, int]]:
+    """How a group of query heads is cut: (heads in a tile, first head, number of such tiles)."""
+    cut, done = [], 0
+    if group >= 4:
+        cut.append((4, 0, group // 4))
+        done = group // 4 * 4
+    if group > done:
+        cut.append((group - done, done, 1))
+    return cut
+
+
+def cache_key(formats: CacheFormats) -> str:
+    """The formats as part of a kernel's name: keys and values, each page and tail."""
+    return f"{formats.page_k}_{formats.tail_k}_{formats.page_v}_{formats.tail_v}"
+
+
+class Kernels:
+    """Addresses of kernels by name.  `progress` is told each kernel that has to be compiled."""
+
+    def __init__(self, threads: int, progress: Callable[[str], None] | None = None) -> None:
+        load_tbb()  # before Numba looks for a threading layer
+        from pykv.kernels import driver_numba, jit_numba
+
+        self._jit, self._driver, self._progress = jit_numba, driver_numba, progress
+        self._kernels: dict[str, Any] = {}
+        self._modules: dict[str, ModuleType] = {}
+        self.cache_plan: list[str] = []
+        with self._listening():
+            self.run = driver_numba.load()
+        self.run(0, 0, 0, threads)
+
+    def __getitem__(self, name: str) -> int:
+        """The kernel's address; what was not foreseen is compiled now."""
+        if name not in self._kernels:
+            with self._listening():
+                self._load_by_name(name)
+        address: int = self._kernels[name].address
+        return address
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        compiled, before = self._jit.compiled, self._jit.compiled.listener
+        compiled.listener = self._progress
+        try:
+            yield
+        finally:
+            compiled.listener = before
+
+    def layer(self) -> str:
+        """Numba's threading layer."""
+        return self._driver.layer()
+
+    def _add(self, name: str, template: Any, **names: Any) -> None:
+        if name not in self._kernels:
+            self._kernels[name] = self._jit.kernel(template, name, **names)
+
+    def _load_by_name(self, name: str) -> None:
+        from pykv.kernels import elementwise_numba, matvec_numba
+
+        if name in ELEMENTWISE:
+            self._add(name, getattr(elementwise_numba, name))
+            return
+        kind, _, rest = name.partition("_")
+        type_ = rest.rpartition("_r")[0] if kind == "matvec" else rest
+        module = self._weight_module(type_)
+        names = {
+            "unpack": module.unpack,
+            "BLOCK_LEN": module.BLOCK_LEN,
+            "BLOCK_BYTES": module.BLOCK_BYTES,
+        }
+        if kind == "matvec":
+            names["ROWS"] = int(rest.rpartition("_r")[2])
+        self._add(name, getattr(matvec_numba, kind), **names)
+
+    def _weight_module(self, type_: str) -> ModuleType:
+        if type_ not in self._modules:
+            module = plan.cpu_module(type_)
+            if module is None:
+                raise KeyError(f"no CPU kernels for weight type {type_}")
+            self._modules[type_] = module
+        return self._modules[type_]
+
+    def block_len(self, type_: str) -> int:
+        """Weights in a block."""
+        n: int = self._weight_module(type_).BLOCK_LEN
+        return n
+
+    def load_weights(self, types: Sequence[str], deterministic: bool) -> None:
+        """Compile what a first token needs of these weight types."""
+        for type_ in types:
+            names = [f"matvec_{type_}_r1"]
+            names.append(f"matvec_{type_}_r4" if deterministic else f"panel_{type_}")
+            for name in names:
+                _ = self[name]
+        for name in ("rms_norm", "rope", "take_rows"):
+            _ = self[name]
+
+    def load_cache(self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]) -> None:
+        """Compile what the attention of these layers needs."""
+        with self._listening():
+            for shape, names in dict.fromkeys(zip(shapes, formats, strict=True)):
+                self._load_attention(shape, names)
+
+    def _load_attention(self, shape: LayerShape, formats: CacheFormats) -> None:
+        from pykv.kernels import attention_numba, cache_numba, prompt_numba
+
+        modules, key = plan.cpu_cache_modules(formats), cache_key(formats)
+        page_k, tail_k = modules[formats.page_k], modules[formats.tail_k]
+        page_v, tail_v = modules[formats.page_v], modules[formats.tail_v]
+        for heads, _, _ in tiles(shape.n_head // shape.n_kv):
+            bound = {
+                f"{what}_{where}": self._grouped(module, what, heads)
+                for what, where, module in (
+                    ("scores", "page", page_k), ("scores", "tail", tail_k),
+                    ("mix", "page", page_v), ("mix", "tail", tail_v),
+                )
+            }  # fmt: skip
+            name = f"attend_{key}_g{heads}"
+            walk = self._bound(attention_numba.walk_chunk, f"walk_{name}", GROUP=heads, **bound)
+            self._add(name, attention_numba.attend_rows, GROUP=heads, one_chunk=walk)
+        self._add("combine", attention_numba.combine)
+        walk = self._bound(
+            prompt_numba.walk_pages, f"walk_prompt_{key}",
+            read_keys_page=page_k.read_keys, read_keys_tail=tail_k.read_keys,
+            read_values_page=page_v.read_values, read_values_tail=tail_v.read_values,
+        )  # fmt: skip
+        self._add(f"prompt_{key}", prompt_numba.attend_prompt, walk=walk)
+        self._add(
+            f"write_{formats.tail_k}_{formats.tail_v}", cache_numba.write,
+            write_key=tail_k.write_key, write_value=tail_v.write_value,
+            LIMIT_K=tail_k.LIMIT, LIMIT_V=tail_v.LIMIT,
+        )  # fmt: skip
+        if formats.page_k != formats.tail_k:
+            self._add(f"encode_k_{formats.tail_k}_{formats.page_k}", cache_numba.encode_page,
+                      read_tail=tail_k.read_keys, encode=page_k.encode_keys)  # fmt: skip
+        if formats.page_v != formats.tail_v:
+            self._add(f"encode_v_{formats.tail_v}_{formats.page_v}", cache_numba.encode_page,
+                      read_tail=tail_v.read_values, encode=page_v.encode_values)  # fmt: skip
+        line = f"attention: attend_{key}, prompt_{key}"
+        if line not in self.cache_plan:
+            self.cache_plan.append(line)
+
+    def _grouped(self, module: ModuleType, what: str, heads: int) -> Any:
+        template = getattr(module, what)
+        return self._bound(template, f"{template.__qualname__}_g{heads}", GROUP=heads)
+
+    def _bound(self, template: Any, name: str, **names: Any) -> Any:
+        """A function for kernels to call, with `names` bound."""
+        return self._jit.device(self._jit.bind(template, name, **names))

@@ -1,0 +1,86 @@
+"""Chooses every kernel once, at load, and says what it chose.
+
+A cache format without a kernel is refused in one sentence; a weight type without one is decoded at
+load, with a warning that says what it costs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from types import ModuleType
+
+import numpy as np
+
+from pykv import registry
+from pykv.backends.base import F32, CacheFormats, WeightSource
+from pykv.errors import UnsupportedError
+
+log = logging.getLogger("pykv")
+
+
+def has_format(name: str, role: str) -> bool:
+    """Whether `formats` has a file for `name` with that role."""
+    return name in registry.names("formats") and (
+        role in registry.find("formats", name, "type").FORMAT.roles
+    )
+
+
+def decode(tensor: WeightSource) -> F32:
+    """A tensor's values, f32 of its shape.  Raises UnsupportedError: nobody can decode the type."""
+    if has_format(tensor.type, "weight"):
+        format_ = registry.find("formats", tensor.type, "weight type").FORMAT
+        values = format_.decode(tensor.data)
+    else:
+        values = _decode_with_gguf(tensor)
+    return np.ascontiguousarray(values, np.float32).reshape(tensor.shape)
+
+
+def _decode_with_gguf(tensor: WeightSource) -> F32:
+    import gguf
+
+    try:
+        kind = gguf.GGMLQuantizationType[tensor.type.upper()]
+        values: F32 = gguf.quants.dequantize(tensor.data, kind)
+    except (KeyError, NotImplementedError) as error:
+        raise UnsupportedError(
+            f"{tensor.name} has type {tensor.type}, which neither pykv nor the gguf package can "
+            "decode; requantise the model to a type such as Q4_K or Q8_0"
+        ) from error
+    return values
+
+
+def cpu_module(name: str) -> ModuleType | None:
+    """The CPU kernels of a type, or None."""
+    full = f"pykv.kernels.{name}_numba"
+    if importlib.util.find_spec(full) is None:
+        return None
+    return importlib.import_module(full)
+
+
+def cpu_weight_module(tensor: WeightSource) -> ModuleType | None:
+    """The CPU kernels that read a tensor where it lies; None: decode it (the warning is logged)."""
+    module = cpu_module(tensor.type)
+    if module is not None and hasattr(module, "unpack"):
+        if tensor.shape[-1] % 32 == 0:
+            return module
+        reason = f"has rows of {tensor.shape[-1]} values, no multiple of 32"
+    else:
+        reason = f"has type {tensor.type}, for which there is no CPU kernel"
+    cost = int(np.prod(tensor.shape)) * 4 / 2**20
+    log.warning("%s %s: decoded to float32 at load, %.1f MiB", tensor.name, reason, cost)
+    return None
+
+
+def cpu_cache_modules(formats: CacheFormats) -> dict[str, ModuleType]:
+    """The CPU kernels of a cache's formats.  Raises UnsupportedError: one has none."""
+    modules = {}
+    for name in {formats.page_k, formats.page_v, formats.tail_k, formats.tail_v}:
+        module = cpu_module(name)
+        if module is None or not hasattr(module, "scores"):
+            raise UnsupportedError(
+                f"cache type {name} has no CPU kernels; use --device reference, or another type"
+            )
+        modules[name] = module
+    return modules

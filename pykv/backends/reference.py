@@ -1,0 +1,233 @@
+"""The oracle: plain NumPy in float32, no compiled kernels. Slow, short, obviously right."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pykv import registry
+from pykv.backends.base import (
+    F32,
+    I64,
+    PAGE,
+    U8,
+    Array,
+    Backend,
+    CacheFormats,
+    LayerShape,
+    Rope,
+    Segment,
+    Step,
+    WeightSource,
+)
+from pykv.backends.plan import decode
+from pykv.errors import NumericsError
+
+
+def page_at(address: int, n_bytes: int) -> U8:
+    """The bytes of a page, writable."""
+    buffer = (ctypes.c_uint8 * n_bytes).from_address(address)
+    return np.frombuffer(buffer, np.uint8)
+
+
+def table_at(address: int, n_kv: int, capacity: int) -> I64:
+    """A page table, int64 [KV heads, capacity]."""
+    buffer = (ctypes.c_int64 * (n_kv * capacity)).from_address(address)
+    return np.frombuffer(buffer, np.int64).reshape(n_kv, capacity)
+
+
+class ReferenceBackend(Backend):
+    """Every verb runs at once, on float32 arrays."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        self.plan = ["reference backend: plain NumPy, float32"]
+
+    def load(self, tensor: WeightSource) -> F32:  # noqa: D102
+        return decode(tensor)
+
+    load_vector = load
+
+    def prepare(self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]) -> None:  # noqa: D102
+        self.plan.append(f"cache formats: {', '.join(sorted({str(f) for f in formats}))}")
+
+    def run(self, graph: Any, step: Step) -> F32:  # noqa: D102
+        logits: F32 = graph.forward(step)
+        return logits
+
+    def embed(self, weight: F32, step: Step) -> F32:  # noqa: D102
+        return weight[step.tokens]
+
+    def linear(self, x: F32, weight: F32, add: F32 | None = None) -> F32:  # noqa: D102
+        y: F32 = x @ weight.T
+        return y if add is None else y + add
+
+    def rms_norm(self, x: F32, weight: F32, eps: float) -> F32:  # noqa: D102
+        mean = np.mean(x * x, axis=-1, keepdims=True)
+        y: F32 = x / np.sqrt(mean + np.float32(eps)) * weight
+        return y
+
+    def swiglu(self, gate: F32, up: F32) -> F32:  # noqa: D102
+        with np.errstate(over="ignore"):
+            y: F32 = gate / (1 + np.exp(-gate)) * up
+        return y
+
+    def geglu(self, gate: F32, up: F32) -> F32:  # noqa: D102
+        u = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
+        y: F32 = np.float32(0.5) * gate * (1 + np.tanh(u)) * up
+        return y
+
+    def add(self, x: F32, y: F32) -> F32:  # noqa: D102
+        return x + y
+
+    def bias(self, x: F32, weight: F32) -> F32:  # noqa: D102
+        return x + weight
+
+    def scale(self, x: F32, factor: float) -> F32:  # noqa: D102
+        return x * np.float32(factor)
+
+    def softcap(self, x: F32, limit: float) -> F32:  # noqa: D102
+        y: F32 = np.float32(limit) * np.tanh(x / np.float32(limit))
+        return y
+
+    def take_rows(self, x: F32, step: Step) -> F32:  # noqa: D102
+        return x[step.outputs]
+
+    def attention(  # noqa: D102
+        self, step: Step, layer: int, q: F32, k: F32, v: F32, rope: Rope | None, scale: float
+    ) -> F32:
+        if rope is not None:
+            q, k = (self._turn(x, step.positions, rope) for x in (q, k))
+        out = np.empty((*q.shape[:2], v.shape[-1]), np.float32)
+        for round_ in step.rounds:
+            for segment in round_.segments:
+                self._write(step, layer, segment, k, v)
+                self._attend(step, layer, segment, q * np.float32(scale), out)
+            if round_.moves:
+                self._encode(step, layer, round_.moves[layer])
+        return out.reshape(len(q), -1)
+
+    @staticmethod
+    def _turn(x: F32, positions: I64, rope: Rope) -> F32:
+        cos, sin = (t[:, None, :] for t in rope.tables(positions))
+        half, n = rope.n_rot // 2, rope.n_rot
+        first, second = (slice(0, half), slice(half, n)) if rope.neox else (
+            slice(0, n, 2), slice(1, n, 2))  # fmt: skip
+        y = x.copy()
+        y[..., first] = x[..., first] * cos - x[..., second] * sin
+        y[..., second] = x[..., first] * sin + x[..., second] * cos
+        return y
+
+    def _pages(self, step: Step, layer: int, row: int, side: int) -> Any:
+        """A function: (KV head, table entry) -> format, page bytes, slots; for a row's sequence."""
+        shape, names = step.shapes[layer], step.formats[layer]
+        d = (shape.d_k, shape.d_v)[side]
+        record = step.records[layer, row]
+        capacity, sinks, encoded = (int(r) for r in record[2:5])
+        table = table_at(int(record[side]), shape.n_kv, capacity)
+        page = registry.find("formats", (names.page_k, names.page_v)[side], "cache type").FORMAT
+        tail = registry.find("formats", (names.tail_k, names.tail_v)[side], "cache type").FORMAT
+        side_name = ("key", "value")[side]
+
+        def find(head: int, entry: int) -> tuple[Any, U8, int]:
+            slots = PAGE if entry else (sinks + 15) // 16 * 16
+            format_ = page if 0 < entry <= encoded else tail
+            size = format_.page_bytes(d, side_name, slots)
+            return format_, page_at(int(table[head, entry]), size), slots
+
+        return find
+
+    def _write(self, step: Step, layer: int, segment: Segment, k: F32, v: F32) -> None:
+        """Put a segment's keys and values in the tail, a page at a time."""
+        sinks = int(step.records[layer, segment.first, 3])
+        rows = np.arange(segment.first, segment.first + segment.count)
+        for side, x in ((0, k), (1, v)):
+            bad = ~np.isfinite(x[rows]).all(axis=(1, 2))
+            if bad.any():
+                position = step.positions[rows[bad][0]]
+                raise NumericsError(
+                    f"layer {layer}, position {position}: a key or value is not a finite number"
+                )
+            find = self._pages(step, layer, segment.first, side)
+            entries = np.where(
+                step.positions[rows] < sinks, 0, 1 + (step.positions[rows] - sinks) // PAGE
+            )
+            for entry in np.unique(entries):
+                mine = rows[entries == entry]
+                slot = step.positions[mine] - (sinks + (entry - 1) * PAGE if entry else 0)
+                for head in range(x.shape[1]):
+                    tail, page, slots = find(head, int(entry))
+                    encode, decode_page = (
+                        (tail.encode_keys, tail.decode_keys),
+                        (tail.encode_values, tail.decode_values),
+                    )[side]
+                    d = x.shape[2]
+                    with np.errstate(invalid="ignore", over="ignore"):
+                        cells = np.nan_to_num(decode_page(page, d, slots), posinf=0, neginf=0)
+                    cells[slot] = x[mine, head]
+                    page[:] = encode(cells)
+
+    def _read(self, step: Step, layer: int, row: int, side: int, head: int, n: int) -> F32:
+        """Keys or values of tokens 0 to n - 1 of a row's sequence; freed pages read as NaN."""
+        shape = step.shapes[layer]
+        d, sinks = (shape.d_k, shape.d_v)[side], int(step.records[layer, row, 3])
+        lowest = int(step.records[layer, row, 6])
+        find = self._pages(step, layer, row, side)
+        cells = np.full((n, d), np.nan, np.float32)
+        for entry in range(0 if sinks else 1, 2 + max(n - 1 - sinks, -1) // PAGE):
+            start = sinks + (entry - 1) * PAGE if entry else 0
+            stop = min(start + (PAGE if entry else sinks), n)
+            if stop > max(lowest, start):
+                format_, page, slots = find(head, entry)
+                decode_page = (format_.decode_keys, format_.decode_values)[side]
+                cells[start:stop] = decode_page(page, d, slots)[: stop - start]
+        return cells
+
+    def _attend(self, step: Step, layer: int, segment: Segment, q: F32, out: F32) -> None:
+        shape = step.shapes[layer]
+        group = shape.n_head // shape.n_kv
+        rows = slice(segment.first, segment.first + segment.count)
+        positions = step.positions[rows]
+        n = int(positions[-1]) + 1
+        low = step.records[layer, rows, 6][:, None]
+        cells = np.arange(n)[None, :]
+        visible = (cells <= positions[:, None]) & (cells >= low)
+        for g in range(shape.n_kv):
+            keys, values = (self._read(step, layer, segment.first, s, g, n) for s in (0, 1))
+            seen = visible.any(0)
+            keys, values = keys[seen], values[seen]
+            for h in range(g * group, (g + 1) * group):
+                scores = np.where(visible[:, seen], q[rows, h] @ keys.T, -np.inf)
+                p = np.exp(scores - scores.max(-1, keepdims=True))
+                out[rows, h] = (p / p.sum(-1, keepdims=True)) @ values
+
+    def _encode(self, step: Step, layer: int, moves: tuple[I64, I64]) -> None:
+        shape, names = step.shapes[layer], step.formats[layer]
+        sides = (
+            (shape.d_k, names.tail_k, names.page_k, "key"),
+            (shape.d_v, names.tail_v, names.page_v, "value"),
+        )
+        for (d, tail_name, page_name, side), side_moves in zip(sides, moves, strict=True):
+            tail = registry.find("formats", tail_name, "cache type").FORMAT
+            page = registry.find("formats", page_name, "cache type").FORMAT
+            for entry_address, new in side_moves:
+                entry = table_at(int(entry_address), 1, 1)
+                old = page_at(int(entry[0, 0]), tail.page_bytes(d, side, PAGE))
+                fresh = page_at(int(new), page.page_bytes(d, side, PAGE))
+                if side == "key":
+                    fresh[:] = page.encode_keys(tail.decode_keys(old, d, PAGE))
+                else:
+                    fresh[:] = page.encode_values(tail.decode_values(old, d, PAGE))
+                entry[0, 0] = new
+
+    def close(self) -> None:  # noqa: D102
+        self.plan = []
+
+
+def create(**_: Array) -> ReferenceBackend:
+    """A reference backend; it takes no settings."""
+    return ReferenceBackend()

@@ -1,0 +1,75 @@
+"""Pools of pages: opaque runs of bytes of one size, handed out by address.
+
+A pool grows in slabs that never move. A page may be held by several sequences; it is free again
+when the last lets go.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+I64 = NDArray[np.int64]
+SLAB_BYTES = 1 << 20
+ALIGN = 64
+
+
+class PagePool:
+    """Pages of `page_bytes` (a multiple of 64) bytes.  `fill` is what fresh bytes hold (tests)."""
+
+    def __init__(self, page_bytes: int, fill: int | None = None) -> None:
+        self.page_bytes, self._fill = page_bytes, fill
+        self._slabs: list[NDArray[np.uint8]] = []
+        self._free: list[int] = []
+        self._extra: dict[int, int] = {}  # holders beyond the first
+        self.in_use = 0  # pages
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the slabs."""
+        return sum(s.nbytes for s in self._slabs)
+
+    def take(self, count: int) -> I64:
+        """Addresses of `count` pages, each held once."""
+        while len(self._free) < count:
+            self._grow(count - len(self._free))
+        cut = len(self._free) - count
+        addresses, self._free = self._free[cut:], self._free[:cut]
+        self.in_use += count
+        return np.array(addresses, np.int64)
+
+    def _grow(self, missing: int) -> None:
+        pages = max(SLAB_BYTES // self.page_bytes, 1)
+        pages *= -(-missing // pages)
+        slab = np.empty(pages * self.page_bytes + ALIGN, np.uint8)
+        if self._fill is not None:
+            slab[:] = self._fill
+        self._slabs.append(slab)
+        first = int(slab.ctypes.data)
+        first += -first % ALIGN
+        # the last in the list is handed out first: keep neighbours neighbours
+        self._free[:0] = range(first + (pages - 1) * self.page_bytes, first - 1, -self.page_bytes)
+
+    def hold(self, addresses: I64) -> None:
+        """Add a holder to each page; address 0 is nobody's."""
+        for address in addresses.ravel().tolist():
+            if address:
+                self._extra[address] = self._extra.get(address, 0) + 1
+
+    def shared(self, address: int) -> bool:
+        """Whether more than one sequence holds the page."""
+        return address in self._extra
+
+    def drop(self, addresses: I64) -> None:
+        """Let go of each page; address 0 is nobody's."""
+        for address in addresses.ravel().tolist():
+            if not address:
+                continue
+            more = self._extra.get(address)
+            if more is None:
+                self._free.append(address)
+                self.in_use -= 1
+            elif more == 1:
+                del self._extra[address]
+            else:
+                self._extra[address] = more - 1

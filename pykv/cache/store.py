@@ -1,0 +1,459 @@
+"""The store: every sequence's keys and values, in pages of 64 tokens of one KV head.
+
+A head's cache is, in token order: the sinks (the first S tokens) in a short page, encoded pages,
+and the tail, whose newest page may be partly filled. Table entry 0 is the sinks page, entry 1 + i
+holds tokens S + 64 i onwards. New tokens go to the tail; while it holds residual + 64 tokens or
+more, its oldest 64 are encoded.
+
+A batch is one transaction: `begin` allocates whatever it will need and tells the backend where
+things lie, `commit` makes it count, `abort` leaves the store as it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pykv import registry
+from pykv.backends.base import (
+    I32,
+    I64,
+    PAGE,
+    RECORD,
+    CacheFormats,
+    LayerShape,
+    Round,
+    Segment,
+    Step,
+)
+from pykv.cache.pages import PagePool
+from pykv.config import CacheConfig
+from pykv.errors import CacheFullError, ConfigError
+
+TAIL_TYPES = ("f16", "bf16", "f32")
+SIDES = ("key", "value")
+
+
+def formats_of(config: CacheConfig) -> CacheFormats:
+    """The formats of a layer's pages and tails.
+
+    Raises ConfigError: a tail type that is none; UnsupportedError: an unknown cache type.
+    """
+    tails = []
+    for name in (config.type_k, config.type_v):
+        format_ = registry.find("formats", name, "cache type").FORMAT
+        if "cache" not in format_.roles:
+            known = [
+                n for n in registry.names("formats")
+                if "cache" in registry.find("formats", n, "cache type").FORMAT.roles
+            ]  # fmt: skip
+            raise ConfigError(
+                f"{name} is a type of weights, not of caches; cache types are {', '.join(known)}"
+            )
+        if config.tail_type is not None and config.tail_type not in TAIL_TYPES:
+            raise ConfigError(
+                f"kv tail type '{config.tail_type}' is unknown; it is one of {', '.join(TAIL_TYPES)}"
+            )
+        tails.append(config.tail_type or (name if name in ("f32", "bf16") else "f16"))
+    return CacheFormats(config.type_k, config.type_v, *tails)
+
+
+def residual_of(config: CacheConfig) -> int:
+    """Newest tokens that stay exact: the flag, or the larger of the two formats' defaults."""
+    if config.residual is not None:
+        return config.residual
+    return max(
+        registry.find("formats", name, "cache type").FORMAT.residual
+        for name in (config.type_k, config.type_v)
+    )
+
+
+@dataclass
+class _Sequence:
+    """A sequence's tables, int64 [2 sides, layers, KV heads, capacity], and how far they reach."""
+
+    tables: I64
+    tokens: int = 0
+    encoded: int = 0  # pages
+    first: list[int] = field(default_factory=list)  # per layer: the first table entry still held
+
+
+@dataclass
+class _Undo:
+    """What a batch changed in one sequence."""
+
+    sequence: int
+    low: int  # table entries low .. high - 1 may have changed
+    high: int
+    before: I64
+    taken: list[tuple[PagePool, I64]]
+    replaced: list[tuple[PagePool, I64]]  # held until the batch counts
+    tokens: int
+    encoded: int
+
+
+class Store:
+    """Keys and values of all sequences of a model.
+
+    `n_ctx` tokens fit a sequence. `fill` is what fresh pages hold, for tests.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        config: CacheConfig,
+        n_ctx: int,
+        fill: int | None = None,
+    ) -> None:
+        self.shapes, self.config, self.n_ctx = list(shapes), config, n_ctx
+        self.formats = formats_of(config)
+        self.residual = residual_of(config)
+        self.sinks = config.sinks
+        self._fill = fill
+        self._pools: dict[int, PagePool] = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._next = 0
+        self._open: list[_Undo] = []
+        self._heads = max(s.n_kv for s in shapes)
+        self._uniform = all(s.n_kv == self._heads for s in shapes)
+        # tokens that a query sees in each layer, [layers, 1]
+        self._reach = np.array([[s.window or n_ctx] for s in shapes], np.int64)
+        self._sizes = self._page_sizes()
+
+    def _page_sizes(self) -> dict[tuple[str, int], list[tuple[int, list[int]]]]:
+        """(kind of page, side) -> (page bytes, the layers whose pages have them)."""
+        sizes: dict[tuple[str, int], list[tuple[int, list[int]]]] = {}
+        names = {
+            "page": (self.formats.page_k, self.formats.page_v),
+            "tail": (self.formats.tail_k, self.formats.tail_v),
+            "sinks": (self.formats.tail_k, self.formats.tail_v),
+        }
+        slots = {"page": PAGE, "tail": PAGE, "sinks": (self.sinks + 15) // 16 * 16}
+        for kind, pair in names.items():
+            for side in (0, 1):
+                format_ = registry.find("formats", pair[side], "cache type").FORMAT
+                by_size: dict[int, list[int]] = {}
+                for layer, shape in enumerate(self.shapes):
+                    d = (shape.d_k, shape.d_v)[side]
+                    if slots[kind]:
+                        n_bytes = format_.page_bytes(d, SIDES[side], slots[kind])
+                        by_size.setdefault(n_bytes, []).append(layer)
+                sizes[kind, side] = list(by_size.items())
+        return sizes
+
+    def _pool(self, page_bytes: int) -> PagePool:
+        if page_bytes not in self._pools:
+            self._pools[page_bytes] = PagePool(page_bytes, self._fill)
+        return self._pools[page_bytes]
+
+    # sequences
+
+    def new_sequence(self) -> int:
+        """An empty sequence's number."""
+        tables = np.zeros((2, len(self.shapes), self._heads, 16), np.int64)
+        return self._add(_Sequence(tables, first=[0] * len(self.shapes)))
+
+    def _add(self, sequence: _Sequence) -> int:
+        self._next += 1
+        self._sequences[self._next] = sequence
+        return self._next
+
+    def length(self, sequence: int) -> int:
+        """Tokens that a sequence holds."""
+        return self._sequences[sequence].tokens
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence that shares every page with this one."""
+        old = self._sequences[sequence]
+        for pool, addresses in self._pages_of(old):
+            pool.hold(addresses)
+        return self._add(_Sequence(old.tables.copy(), old.tokens, old.encoded, list(old.first)))
+
+    def free(self, sequence: int) -> None:
+        """Give back a sequence's pages."""
+        old = self._sequences.pop(sequence)
+        for pool, addresses in self._pages_of(old):
+            pool.drop(addresses)
+
+    def _kind(self, sequence: _Sequence, entry: int) -> str:
+        if entry == 0:
+            return "sinks"
+        return "page" if entry <= sequence.encoded else "tail"
+
+    def _entries(self, tokens: int) -> int:
+        """Table entries in use for that many tokens, the sinks' included."""
+        return 1 + max(-(-(tokens - self.sinks) // PAGE), 0)
+
+    def _pages_of(self, sequence: _Sequence, low: int = 0) -> list[tuple[PagePool, I64]]:
+        """All pages from table entry `low` on, by pool; entries that hold none are 0."""
+        held = []
+        high = self._entries(sequence.tokens)
+        bounds = {
+            "sinks": (low, min(1, high)),
+            "page": (max(low, 1), min(sequence.encoded + 1, high)),
+            "tail": (max(low, sequence.encoded + 1), high),
+        }
+        for (kind, side), sizes in self._sizes.items():
+            start, stop = bounds[kind]
+            if start < stop:
+                for n_bytes, layers in sizes:
+                    held.append((self._pool(n_bytes), sequence.tables[side, layers, :, start:stop]))
+        return held
+
+    def truncate(self, sequence: int, n: int) -> int:
+        """Keep the largest m <= n tokens that leave exactly the state that reading m would have.
+
+        Returns m; the caller reads tokens m to n again.
+        """
+        held = self._sequences[sequence]
+        n = min(n, held.tokens)
+        m = self._cut_point(held, n)
+        keep = self._entries(m) if m > 0 else 0
+        encoded = min(held.encoded, max(keep - 1, 0))
+        for pool, addresses in self._pages_of(held, keep):
+            pool.drop(addresses)
+        held.tables[:, :, :, keep:] = 0
+        held.tokens, held.encoded = m, encoded
+        if m == 0:
+            held.first = [0] * len(self.shapes)
+        return m
+
+    def _cut_point(self, held: _Sequence, n: int) -> int:
+        if n >= held.tokens:
+            return held.tokens
+        m = self._exact_point(held, n)
+        for layer, shape in enumerate(self.shapes):
+            # a page that a window let go of would be seen again
+            lowest = max(m - shape.window + 1, 0) if shape.window else 0
+            if held.first[layer] > self._entry(lowest):
+                return 0
+        return m
+
+    def _exact_point(self, held: _Sequence, n: int) -> int:
+        encoded_end = self.sinks + held.encoded * PAGE
+        if self.formats.exact or held.encoded == 0 or encoded_end + self.residual <= n:
+            return n
+        if self.residual == 0 and n >= self.sinks:
+            return self.sinks + (n - self.sinks) // PAGE * PAGE
+        return min(n, self.sinks)
+
+    def _entry(self, position: int) -> int:
+        return 0 if position < self.sinks else 1 + (position - self.sinks) // PAGE
+
+    # a batch
+
+    def begin(self, batch: Sequence[tuple[int, I32]], outputs: I32) -> Step:
+        """Make room for the tokens of some sequences; returns what the backend must know.
+
+        Raises CacheFullError: a sequence would pass `n_ctx` tokens; nothing is changed then.
+        """
+        for sequence, tokens in batch:
+            held = self._sequences[sequence]
+            if held.tokens + len(tokens) > self.n_ctx:
+                raise CacheFullError(
+                    f"the context is full: {held.tokens} tokens are cached, {len(tokens)} more "
+                    f"were to be added, and {self.n_ctx} fit; raise --ctx-size or start anew"
+                )
+        total = sum(len(tokens) for _, tokens in batch)
+        step = Step(
+            self.shapes,
+            [self.formats] * len(self.shapes),
+            np.concatenate([tokens for _, tokens in batch]).astype(np.int32),
+            np.empty(total, np.int64),
+            outputs,
+            np.zeros((len(self.shapes), total, RECORD), np.int64),
+            [],
+        )
+        try:
+            row = 0
+            for sequence, tokens in batch:
+                self._make_room(sequence, len(tokens))
+                self._describe(sequence, len(tokens), row, step)
+                row += len(tokens)
+        except BaseException:
+            self.abort()
+            raise
+        for round_ in step.rounds:
+            rows = [np.arange(s.first, s.first + s.count) for s in round_.segments]
+            round_.rows = np.concatenate(rows).astype(np.int32)
+            joined = [
+                tuple(np.concatenate([m[layer][side] for m in round_.parts]) for side in (0, 1))
+                for layer in range(len(self.shapes))
+            ] if round_.parts else []  # fmt: skip
+            round_.moves = [(k, v) for k, v in joined]
+        return step
+
+    def _make_room(self, sequence: int, count: int) -> None:
+        """Pages for `count` more tokens, and the newest partly filled page for ourselves alone."""
+        held = self._sequences[sequence]
+        end = held.tokens + count
+        low, high = self._entry(held.tokens), self._entries(end)
+        if self.sinks and held.tokens == 0:
+            low = 0
+        while high > held.tables.shape[3]:
+            held.tables = np.concatenate([held.tables, np.zeros_like(held.tables)], axis=3)
+        # the oldest tail pages may be encoded by this batch
+        low = min(low, held.encoded + 1)
+        undo = _Undo(
+            sequence, low, high, held.tables[:, :, :, low:high].copy(), [], [],
+            held.tokens, held.encoded,
+        )  # fmt: skip
+        self._open.append(undo)
+        self._own_partial_page(held, undo)
+        fresh = self._entries(held.tokens) if held.tokens > 0 else 0
+        for entry in range(fresh, high):
+            self._fill_entry(held, entry, "sinks" if entry == 0 else "tail", undo)
+
+    def _fill_entry(self, held: _Sequence, entry: int, kind: str, undo: _Undo) -> None:
+        for side in (0, 1):
+            for n_bytes, layers in self._sizes[kind, side]:
+                pool, whole = self._pool(n_bytes), len(layers) == len(self.shapes)
+                for layer in [slice(None)] if self._uniform and whole else layers:
+                    target = held.tables[side, layer, :, entry]
+                    heads = self._heads if isinstance(layer, slice) else self.shapes[layer].n_kv
+                    target = target[..., :heads]
+                    addresses = pool.take(target.size)
+                    target[...] = addresses.reshape(target.shape)
+                    undo.taken.append((pool, addresses))
+
+    def _own_partial_page(self, held: _Sequence, undo: _Undo) -> None:
+        """Copy the page that the next token goes into, where another sequence holds it too."""
+        entry = self._entry(held.tokens)
+        start = self.sinks + (entry - 1) * PAGE if entry else 0
+        if held.tokens == start:
+            return
+        for side in (0, 1):
+            for n_bytes, layers in self._sizes[self._kind(held, entry), side]:
+                pool = self._pool(n_bytes)
+                for layer in layers:
+                    for head in range(self.shapes[layer].n_kv):
+                        old = int(held.tables[side, layer, head, entry])
+                        if old and pool.shared(old):
+                            new = pool.take(1)
+                            ctypes.memmove(int(new[0]), old, n_bytes)
+                            held.tables[side, layer, head, entry] = new[0]
+                            undo.taken.append((pool, new))
+                            undo.replaced.append((pool, np.array([old], np.int64)))
+
+    def _describe(self, sequence: int, count: int, row: int, step: Step) -> None:
+        """Fill in the records of one sequence's rows, its rounds and what they encode."""
+        held = self._sequences[sequence]
+        rows = slice(row, row + count)
+        positions = np.arange(held.tokens, held.tokens + count)
+        step.positions[rows] = positions
+        records, tables = step.records[:, rows], held.tables
+        base, strides = tables.ctypes.data, tables.strides
+        layers = np.arange(len(self.shapes))[:, None]
+        records[:, :, 0] = base + layers * strides[1]
+        records[:, :, 1] = base + strides[0] + layers * strides[1]
+        records[:, :, 2], records[:, :, 3] = tables.shape[3], self.sinks
+        records[:, :, 5] = positions
+        records[:, :, 6] = np.maximum(positions - self._reach + 1, 0)
+        self._rounds(held, count, row, step)
+
+    def _rounds(self, held: _Sequence, count: int, row: int, step: Step) -> None:
+        done, number, encoded = 0, 0, held.encoded
+        undo = self._open[-1]
+        while done < count:
+            # the tail is encoded when it reaches residual + 64 tokens
+            room = self.sinks + self.residual + PAGE * (encoded + 1) - (held.tokens + done)
+            take = count - done if self.formats.exact else min(count - done, room)
+            if number == len(step.rounds):
+                step.rounds.append(Round([]))
+            round_ = step.rounds[number]
+            round_.segments.append(Segment(row + done, take))
+            step.records[:, row + done : row + done + take, 4] = encoded
+            if take == room and not self.formats.exact:
+                encoded += 1
+                round_.parts.append(self._encode_entry(held, encoded, undo))
+            done, number = done + take, number + 1
+        held.tokens, held.encoded = held.tokens + count, encoded
+
+    def _encode_entry(
+        self, held: _Sequence, entry: int, undo: _Undo
+    ) -> list[tuple[I64, I64]]:
+        """New pages for a table entry: per layer and side, where the old stand and the new go."""
+        moves: list[list[I64]] = [[], []]
+        pairs = (
+            (self.formats.page_k, self.formats.tail_k),
+            (self.formats.page_v, self.formats.tail_v),
+        )
+        none = np.empty((0, 2), np.int64)
+        for side, (page, tail) in enumerate(pairs):
+            moves[side] = [none] * len(self.shapes)
+            if page == tail:
+                continue
+            tail_pools = {
+                layer: self._pool(n) for n, layers in self._sizes["tail", side] for layer in layers
+            }
+            for n_bytes, layers in self._sizes["page", side]:
+                for layer in layers:
+                    n_kv = self.shapes[layer].n_kv
+                    pool = self._pool(n_bytes)
+                    fresh = pool.take(n_kv)
+                    undo.taken.append((pool, fresh))
+                    entries = held.tables[side, layer, :n_kv, entry]
+                    undo.replaced.append((tail_pools[layer], entries.copy()))
+                    first = entries.ctypes.data
+                    places = first + np.arange(n_kv, dtype=np.int64) * entries.strides[0]
+                    moves[side][layer] = np.stack([places, fresh], axis=1)
+        return list(zip(*moves, strict=True))
+
+    def commit(self) -> None:
+        """Make the batch count: pages that it replaced, or that no query sees any more, go."""
+        for undo in self._open:
+            for pool, addresses in undo.replaced:
+                pool.drop(addresses)
+            self._leave_window(self._sequences[undo.sequence])
+        self._open = []
+
+    def abort(self) -> None:
+        """Leave every sequence of the batch as it was before."""
+        for undo in reversed(self._open):
+            held = self._sequences[undo.sequence]
+            held.tables[:, :, :, undo.low : undo.high] = undo.before
+            held.tokens, held.encoded = undo.tokens, undo.encoded
+            for pool, addresses in undo.taken:
+                pool.drop(addresses)
+        self._open = []
+
+    def _leave_window(self, held: _Sequence) -> None:
+        for layer, shape in enumerate(self.shapes):
+            if not shape.window:
+                continue
+            last = self._entry(max(held.tokens - shape.window + 1, 0))
+            for entry in range(held.first[layer], last):
+                for side in (0, 1):
+                    for n_bytes, layers in self._sizes[self._kind(held, entry), side]:
+                        if layer in layers:
+                            self._pool(n_bytes).drop(held.tables[side, layer, :, entry])
+                held.tables[:, layer, :, entry] = 0
+            held.first[layer] = max(held.first[layer], last)
+
+    # bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use for cached tokens, tables and partly filled pages included."""
+        pages = sum(p.in_use * p.page_bytes for p in self._pools.values())
+        return pages + sum(s.tables.nbytes for s in self._sequences.values())
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes of the slabs, and of the tables."""
+        slabs = sum(p.reserved_bytes for p in self._pools.values())
+        return slabs + sum(s.tables.nbytes for s in self._sequences.values())
+
+    def bytes_per_token(self, layers: Sequence[int] | None = None) -> float:
+        """What a token costs in full pages, all layers or some of them."""
+        total = 0.0
+        for side, name in enumerate((self.formats.page_k, self.formats.page_v)):
+            format_ = registry.find("formats", name, "cache type").FORMAT
+            for i, shape in enumerate(self.shapes):
+                if layers is None or i in layers:
+                    d = (shape.d_k, shape.d_v)[side]
+                    total += shape.n_kv * format_.page_bytes(d, SIDES[side]) / PAGE
+        return total

@@ -1,0 +1,39 @@
+"""q4_0: 32 values in 18 bytes, 4.5 bits a value.
+
+Layout: d f16 | qs u8 [16];  v[j] = d * ((qs[j] & 15) - 8),  v[j + 16] = d * ((qs[j] >> 4) - 8).
+Source: llama.cpp ggml/src/ggml-quants.c, quantize_row_q4_0_ref, dequantize_row_q4_0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykv.formats.base import (
+    F32,
+    BlockFormat,
+    Blocks,
+    bit_fields,
+    extreme,
+    join_nibbles,
+    reciprocal,
+)
+
+
+class Q4_0(BlockFormat):
+    """Four bits and a scale, around zero."""
+
+    layout = np.dtype([("d", "<f2", (1, 1)), ("qs", "u1", (16,))])
+
+    def encode_blocks(self, x: F32) -> Blocks:
+        """The value of largest magnitude gets code 0."""
+        d = extreme(x) * np.float32(-1 / 8)
+        q = np.minimum(x * reciprocal(d) + np.float32(8.5), 15).astype(np.uint8)
+        return self.pack(d=d, qs=join_nibbles(q))
+
+    def decode_blocks(self, blocks: Blocks) -> F32:
+        """Layout [..., N] -> f32 [..., N, 2, 16]."""
+        q = bit_fields(blocks["qs"], 4).astype(np.float32) - 8
+        return blocks["d"].astype(np.float32) * q
+
+
+FORMAT = Q4_0()

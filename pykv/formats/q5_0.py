@@ -1,0 +1,55 @@
+"""q5_0: 32 values in 22 bytes, 5.5 bits a value.
+
+Layout: d f16 | qh u8 [4] | qs u8 [16];  v[j] = d * (q[j] - 16), where the low four bits of q are
+the low nibbles of qs, then the high ones, and bit 4 of q[j] is bit j of qh.
+Source: llama.cpp ggml/src/ggml-quants.c, quantize_row_q5_0_ref, dequantize_row_q5_0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykv.formats.base import (
+    F32,
+    U8,
+    BlockFormat,
+    Blocks,
+    bit_fields,
+    extreme,
+    join_nibbles,
+    reciprocal,
+)
+
+
+def split_fifth(q: U8) -> tuple[U8, U8]:
+    """Codes u8 [..., 32], below 32 -> qh [..., 4], qs [..., 16]."""
+    high = np.packbits(q >> np.uint8(4), axis=-1, bitorder="little")
+    return high, join_nibbles(q & np.uint8(15))
+
+
+def join_fifth(qh: U8, qs: U8) -> U8:
+    """Qh [..., 4], qs [..., 16] -> codes u8 [..., 2, 16]."""
+    low = bit_fields(qs, 4)
+    high = np.unpackbits(qh, axis=-1, bitorder="little").reshape(low.shape)
+    return low | high << np.uint8(4)
+
+
+class Q5_0(BlockFormat):
+    """Five bits and a scale, around zero."""
+
+    layout = np.dtype([("d", "<f2", (1, 1)), ("qh", "u1", (4,)), ("qs", "u1", (16,))])
+
+    def encode_blocks(self, x: F32) -> Blocks:
+        """The value of largest magnitude gets code 0."""
+        d = extreme(x) * np.float32(-1 / 16)
+        q = np.minimum(x * reciprocal(d) + np.float32(16.5), 31).astype(np.uint8)
+        high, low = split_fifth(q)
+        return self.pack(d=d, qh=high, qs=low)
+
+    def decode_blocks(self, blocks: Blocks) -> F32:
+        """Layout [..., N] -> f32 [..., N, 2, 16]."""
+        q = join_fifth(blocks["qh"], blocks["qs"]).astype(np.float32) - 16
+        return blocks["d"].astype(np.float32) * q
+
+
+FORMAT = Q5_0()

@@ -1,0 +1,33 @@
+"""q8_0: 32 values in 34 bytes, 8.5 bits a value.
+
+Layout: d f16 | qs i8 [32];  v[j] = d * qs[j].
+Source: llama.cpp ggml/src/ggml-quants.c, quantize_row_q8_0_ref, dequantize_row_q8_0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykv.formats.base import F32, BlockFormat, Blocks, reciprocal
+
+
+class Q8_0(BlockFormat):
+    """A signed byte and a scale."""
+
+    layout = np.dtype([("d", "<f2", (1,)), ("qs", "i1", (32,))])
+
+    def encode_blocks(self, x: F32) -> Blocks:
+        """Codes -127 to 127, halves rounded away from zero."""
+        d = np.abs(x).max(-1, keepdims=True) / 127
+        scaled = x * reciprocal(d)
+        whole = np.trunc(scaled)
+        # twice the fraction is exact; adding a half to the value first would not be
+        q = whole + np.trunc(2 * (scaled - whole))
+        return self.pack(d=d, qs=q.astype(np.int8))
+
+    def decode_blocks(self, blocks: Blocks) -> F32:
+        """Layout [..., N] -> f32 [..., N, 32]."""
+        return blocks["d"].astype(np.float32) * blocks["qs"].astype(np.float32)
+
+
+FORMAT = Q8_0()

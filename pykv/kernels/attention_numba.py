@@ -1,0 +1,194 @@
+"""Attention over the pages of a cache, written once for all formats.
+
+Templates. `scores_*` and `mix_*` are the functions of the page formats and of the tails' formats
+(see plain_numba.py), bound in `walk_chunk`, which is bound in turn as `one_chunk` in `attend_rows`;
+GROUP is the number of query heads that share one pass over a page, at most 4.
+
+A row is one query token. Its record is int64 [16]: 0 key table, 1 value table (addresses; a table
+is page addresses, [KV heads][capacity]: the sinks page, then pages of 64 tokens), 2 capacity,
+3 sinks, 4 encoded pages, 5 the row's position, 6 the lowest position that it sees, 7 place in the
+batch. Tokens of a sequence stand at table entry 0 while their position is below the sinks, else at
+1 + (position - sinks) / 64.
+
+Sums over tokens are taken in chunks of eight table entries whatever the threads, the batch or the
+history, so that a row's result depends on nothing else than the pages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykv.kernels.jit_numba import device
+from pykv.kernels.math_numba import exp16
+from pykv.kernels.plain_numba import PAGE
+from pykv.kernels.simd import (
+    load_f32,
+    maximum,
+    put_f32,
+    reduce_add,
+    reduce_max,
+    scalar_f32,
+    scalar_i32,
+    scalar_i64,
+    splat,
+    store_f32,
+)
+
+f = np.float32
+CHUNK = 8  # table entries
+RECORD = 128  # bytes
+MASKED = np.float32(-3e38)
+GROUP = 1
+_stub = device(lambda *args: None)
+scores_page = scores_tail = mix_page = mix_tail = one_chunk = _stub
+
+
+@device
+def entry_of(position, sinks):
+    """The table entry that holds a position."""
+    return 0 if position < sinks else 1 + (position - sinks) // PAGE
+
+
+@device
+def sink_slots(sinks):
+    """The slots of a sinks page."""
+    return (sinks + 15) // 16 * 16
+
+
+@device
+def mask(row, start, count, low, high):
+    """Mask scores of one page at `row`: kept are tokens in `low` .. `high` - 1 (positions)."""
+    first, last = max(low - start, 0), min(high - start, count)
+    for t in range(0, min(first, PAGE)):
+        put_f32(row + t * 4, MASKED)
+    for t in range(max(last, 0), PAGE):
+        put_f32(row + t * 4, MASKED)
+
+
+def walk_chunk(
+    q, keys, values, first, last, sinks, encoded, position, low, d_k, d_v,
+    scratch, partial, out_stride, stats, stats_stride,
+):  # fmt: skip
+    """Table entries `first` to `last` for one row: scores, their softmax, the values' sum."""
+    stride = CHUNK * PAGE * 4
+    for e in range(first, last + 1):
+        at = scratch + (e - first) * PAGE * 4
+        page = scalar_i64(keys + e * 8)
+        start, count = sinks + (e - 1) * PAGE, PAGE
+        if e == 0:
+            start, count = 0, sinks
+            scores_tail(q, d_k * 4, page, d_k, sink_slots(sinks), at, stride)
+        elif e <= encoded:
+            scores_page(q, d_k * 4, page, d_k, PAGE, at, stride)
+        else:
+            scores_tail(q, d_k * 4, page, d_k, PAGE, at, stride)
+        if low > start or position + 1 < start + PAGE or count < PAGE:
+            for g in range(GROUP):
+                mask(at + g * stride, start, count, low, position + 1)
+    runs = (last - first + 1) * (PAGE // 16)
+    for g in range(GROUP):
+        softmax(scratch + g * stride, runs, stats + g * stats_stride)
+        for i in range((d_v + 31) // 32 * 2):
+            store_f32(partial + g * out_stride + i * 64, splat(f(0)))
+    e = first
+    if e == 0:
+        mix_tail(
+            scratch, stride, values, 1, min(sinks, position + 1), sink_slots(sinks),
+            d_v, partial, out_stride,
+        )  # fmt: skip
+        e = 1
+    pages = min(last, encoded) - e + 1
+    if pages > 0:
+        p = scratch + (e - first) * PAGE * 4
+        mix_page(p, stride, values + e * 8, pages, PAGE, PAGE, d_v, partial, out_stride)
+        e += pages
+    if e <= last:
+        p = scratch + (e - first) * PAGE * 4
+        tokens = min(PAGE, position + 1 - (sinks + (last - 1) * PAGE))
+        count = last - e + 1
+        mix_tail(p, stride, values + e * 8, count, tokens, PAGE, d_v, partial, out_stride)
+
+
+# ctx: records, rows (address of int32 record numbers), n_rows, q, q_stride, d_k, d_v, n_kv, group,
+# first head of the tile, tiles per KV head, chunks, partial, stats, scratch, scratch per worker
+def attend_rows(ctx, task, worker):
+    """One chunk of the cache for one row and GROUP query heads: partial sums, maximum, total."""
+    chunks, tiles, n_kv = scalar_i64(ctx + 88), scalar_i64(ctx + 80), scalar_i64(ctx + 56)
+    group, d_k, d_v = scalar_i64(ctx + 64), scalar_i64(ctx + 40), scalar_i64(ctx + 48)
+    c, rest = task % chunks, task // chunks
+    tile, rest = rest % tiles, rest // tiles
+    h, i = rest % n_kv, rest // n_kv
+    number = scalar_i32(scalar_i64(ctx + 8) + i * 4)
+    record = scalar_i64(ctx) + number * RECORD
+    sinks, position, low = (
+        scalar_i64(record + 24),
+        scalar_i64(record + 40),
+        scalar_i64(record + 48),
+    )
+    head = h * group + scalar_i64(ctx + 72) + tile * GROUP
+    width = (d_v + 31) // 32 * 32
+    place = (i * n_kv * group + head) * chunks + c
+    partial = scalar_i64(ctx + 96) + place * width * 4
+    stats = scalar_i64(ctx + 104) + place * 8
+    first = max(entry_of(low, sinks), c * CHUNK)
+    last = min(entry_of(position, sinks), c * CHUNK + CHUNK - 1)
+    if sinks == 0:
+        first = max(first, 1)
+    out_stride = chunks * width * 4
+    for g in range(GROUP):
+        put_f32(stats + g * chunks * 8, MASKED)
+        put_f32(stats + g * chunks * 8 + 4, f(0))
+    if first <= last:
+        q = scalar_i64(ctx + 24) + number * scalar_i64(ctx + 32) + head * d_k * 4
+        scratch = scalar_i64(ctx + 112) + worker * scalar_i64(ctx + 120)
+        tables = h * scalar_i64(record + 16) * 8
+        keys, values = scalar_i64(record) + tables, scalar_i64(record + 8) + tables
+        encoded = scalar_i64(record + 32)
+        one_chunk(
+            q, keys, values, first, last, sinks, encoded, position, low, d_k, d_v,
+            scratch, partial, out_stride, stats, chunks * 8,
+        )  # fmt: skip
+
+
+@device
+def softmax(row, runs, stats):
+    """exp(score - maximum) in place, over `runs` x 16 scores; maximum and total to `stats`."""
+    top = load_f32(row)
+    for i in range(1, runs):
+        top = maximum(top, load_f32(row + i * 64))
+    m = reduce_max(top)
+    total = splat(f(0))
+    for i in range(runs):
+        e = exp16(load_f32(row + i * 64) - m)
+        store_f32(row + i * 64, e)
+        total = total + e
+    put_f32(stats, m)
+    put_f32(stats + 4, reduce_add(total))
+
+
+# ctx: rows, heads, d_v, chunks, partial, stats, out, out_stride
+def combine(ctx, task, worker):
+    """out[row, head] = the chunks' sums, weighted by their share of the softmax."""
+    heads, d_v, chunks = scalar_i64(ctx + 8), scalar_i64(ctx + 16), scalar_i64(ctx + 24)
+    number = scalar_i32(scalar_i64(ctx) + task * 4)
+    width = (d_v + 31) // 32 * 32
+    for head in range(heads):
+        place = (task * heads + head) * chunks
+        partial = scalar_i64(ctx + 32) + place * width * 4
+        stats = scalar_i64(ctx + 40) + place * 8
+        out = scalar_i64(ctx + 48) + number * scalar_i64(ctx + 56) + head * d_v * 4
+        m = MASKED
+        for c in range(chunks):
+            m = max(m, scalar_f32(stats + c * 8))
+        total = f(0)
+        for c in range(chunks):
+            total += scalar_f32(stats + c * 8 + 4) * np.exp(scalar_f32(stats + c * 8) - m)
+        for i in range(d_v):
+            put_f32(out + i * 4, f(0))
+        for c in range(chunks):
+            w = np.exp(scalar_f32(stats + c * 8) - m) / total
+            # a chunk outside the window has a total of 0, and sums that were never written
+            if scalar_f32(stats + c * 8 + 4) > 0:
+                for i in range(d_v):
+                    at = out + i * 4
+                    put_f32(at, scalar_f32(at) + w * scalar_f32(partial + c * width * 4 + i * 4))

@@ -1,0 +1,149 @@
+"""The one place for Numba's flags and its on-disk cache.
+
+A kernel is a C function `void(ctx, task, worker)`: `ctx` is the address of 8-byte parameters, `task`
+the number of the piece of work, `worker` a small number that no other running task of the same launch
+has, for scratch memory. It is copied from a module-level template whose free names are bound
+in the copy's globals and whose `__qualname__` names them, because Numba finds neither a closure
+over jitted functions nor two copies of one name in its cache. The compiled code lies in a folder
+named by a hash of the kernel sources, since Numba does not see changes in the files that a kernel
+calls into.
+
+Source: numba/core/caching.py, `_CacheLocator` and `FunctionCache` (the hooks used here).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+import platformdirs
+from numba import njit
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.ccallback import CFunc
+
+# "contract", "reassoc" and their like are absent on purpose: a kernel says `fma` where it wants
+# one, so that every copy of a loop adds in the same order and rounds in the same places.
+OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True}
+SIGNATURE = numba.types.void(numba.types.intp, numba.types.intp, numba.types.intp)
+
+device = njit(**OPTIONS)  # a function that kernels call; it is inlined, never called from Python
+
+
+class Compiled:
+    """What was compiled since the process began: the kernels' names and the seconds spent."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.seconds = 0.0
+        self.listener: Callable[[str], None] | None = None  # told a name before it compiles
+
+
+compiled = Compiled()
+_folder: Path | None = None
+
+
+def sources_hash() -> str:
+    """A hash of every kernel source, of Numba's, LLVM's and Python's version."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        if not file.name.endswith("_triton.py"):
+            digest.update(file.name.encode() + file.read_bytes())
+    digest.update(f"{numba.__version__} {llvmlite.__version__} {sys.version}".encode())
+    return digest.hexdigest()[:16]
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels lie: a `kernels` folder in the user's cache."""
+    global _folder
+    if _folder is None:
+        _folder = Path(platformdirs.user_cache_dir("pykv")) / "kernels" / sources_hash()
+    return _folder
+
+
+def set_cache_folder(root: Path) -> None:
+    """Keep compiled kernels under `root` instead of the user's cache folder."""
+    global _folder
+    _folder = root / "kernels" / sources_hash()
+
+
+class _Locator(_CacheLocator):  # type: ignore[misc]
+    def __init__(self, py_func: Any, py_file: str) -> None:
+        self._name = py_func.__qualname__
+
+    def get_cache_path(self) -> str:
+        return str(cache_folder())
+
+    def get_source_stamp(self) -> str:
+        return "in the folder's name"
+
+    def get_disambiguator(self) -> str:
+        return hashlib.sha256(self._name.encode()).hexdigest()[:8]
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> _Locator:
+        return cls(py_func, py_file)
+
+
+class _Impl(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = [_Locator]
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    _impl_class = _Impl
+
+    def __init__(self, py_func: Any) -> None:
+        super().__init__(py_func)
+        self._kernel = py_func.__qualname__
+        self._started = 0.0
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        data = super().load_overload(sig, target_context)
+        if data is None:
+            self._started = time.perf_counter()
+            if compiled.listener is not None:
+                compiled.listener(self._kernel)
+        return data
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        compiled.names.append(self._kernel)
+        compiled.seconds += time.perf_counter() - self._started
+        # a full or read-only disk costs the next start its compile time, and nothing else
+        try:
+            super().save_overload(sig, data)
+        except OSError:
+            self.disable()
+
+
+def bind(template: Callable[..., Any], name: str, **names: Any) -> types.FunctionType:
+    """A copy of `template` called `name`, with `names` bound as globals."""
+    copy = types.FunctionType(
+        template.__code__, {**template.__globals__, **names}, name, template.__defaults__
+    )
+    copy.__qualname__ = name
+    copy.__module__ = template.__module__
+    return copy
+
+
+def kernel(template: Callable[..., Any], name: str, **names: Any) -> CFunc:
+    """Compile, or load, the kernel `name`: `template(ctx, task, worker)` with `names` bound."""
+    function = CFunc(bind(template, name, **names), (SIGNATURE.args, SIGNATURE.return_type), {},
+                     OPTIONS)
+    function._cache = _Cache(function._pyfunc)
+    function.compile()
+    return function
+
+
+def entry(template: Callable[..., Any], name: str, signature: Any, **options: Any) -> Any:
+    """Compile, or load, a function that Python calls, with one fixed signature."""
+    dispatcher = njit(**OPTIONS, **options)(bind(template, name))
+    dispatcher._cache = _Cache(dispatcher.py_func)
+    dispatcher.compile(signature)
+    dispatcher.disable_compile()
+    return dispatcher

@@ -1,0 +1,129 @@
+"""What f32, f16 and bf16 pages share: one whole value per lane, no scales.
+
+A key page is [d][slots], a value page [ceil(d / 32)][slots][32]; slots is 64, or for a sinks page
+the sinks rounded up to 16. Templates: ITEM is the bytes of a value; `load`, `store` and `put` move
+sixteen values or one.
+
+The functions of a cache format, all taking addresses:
+    encode_keys(x, d, page)         x f32 [d][64] -> page
+    encode_values(x, d, page)       x f32 [ceil(d / 32)][64][32] -> page
+    scores(q, q_stride, page, d, slots, out, out_stride)
+                                    out[i][t] = q[i] . key t, for the rows i of a group
+    mix(p, p_stride, entries, count, tokens, slots, d, out, out_stride)
+                                    out[i] += sum over t of p[i][t] * value t, over `count` pages
+                                    whose addresses stand at `entries`; of the last, `tokens`
+    read_keys(page, d, slots, out)  -> f32 [d][64]
+    read_values(page, d, slots, out) -> f32 [ceil(d / 32)][64][32]
+    write_key(x, page, d, slots, slot), write_value(...)   one token, for tails
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pykv.kernels.jit_numba import bind, device
+from pykv.kernels.simd import (
+    add_products,
+    load_f32,
+    load_group,
+    scalar_f32,
+    scalar_i64,
+    store_f32,
+    store_group,
+    zeros,
+)
+
+PAGE = 64  # tokens
+ZERO = np.float32(0)
+ITEM = GROUP = 1
+load, store, put = load_f32, store_f32, store_f32
+
+
+def _encode_keys(x, d, page):
+    for i in range(d * 4):
+        store(page + i * 16 * ITEM, load_f32(x + i * 64))
+
+
+def _encode_values(x, d, page):
+    for i in range((d + 31) // 32 * 128):
+        store(page + i * 16 * ITEM, load_f32(x + i * 64))
+
+
+def _scores(q, q_stride, page, d, slots, out, out_stride):
+    step = slots * ITEM
+    if slots == 64:
+        a, b, c, e = zeros(GROUP), zeros(GROUP), zeros(GROUP), zeros(GROUP)
+        for i in range(d):
+            at = page + i * step
+            a = add_products(a, q + i * 4, q_stride, load(at))
+            b = add_products(b, q + i * 4, q_stride, load(at + 16 * ITEM))
+            c = add_products(c, q + i * 4, q_stride, load(at + 32 * ITEM))
+            e = add_products(e, q + i * 4, q_stride, load(at + 48 * ITEM))
+        store_group(out, out_stride, a)
+        store_group(out + 64, out_stride, b)
+        store_group(out + 128, out_stride, c)
+        store_group(out + 192, out_stride, e)
+    else:
+        for run in range(slots // 16):
+            a = zeros(GROUP)
+            for i in range(d):
+                a = add_products(a, q + i * 4, q_stride, load(page + i * step + run * 16 * ITEM))
+            store_group(out + run * 64, out_stride, a)
+
+
+def _mix(p, p_stride, entries, count, tokens, slots, d, out, out_stride):
+    for block in range((d + 31) // 32):
+        at = out + block * 128
+        a = load_group(zeros(GROUP), at, out_stride)
+        b = load_group(zeros(GROUP), at + 64, out_stride)
+        for i in range(count):
+            page = scalar_i64(entries + i * 8) + block * slots * 32 * ITEM
+            for t in range(tokens if i == count - 1 else PAGE):
+                weight = p + (i * PAGE + t) * 4
+                a = add_products(a, weight, p_stride, load(page + t * 32 * ITEM))
+                b = add_products(b, weight, p_stride, load(page + t * 32 * ITEM + 16 * ITEM))
+        store_group(at, out_stride, a)
+        store_group(at + 64, out_stride, b)
+
+
+def _read_keys(page, d, slots, out):
+    for i in range(d):
+        for run in range(slots // 16):
+            store_f32(out + i * 256 + run * 64, load(page + (i * slots + run * 16) * ITEM))
+
+
+def _read_values(page, d, slots, out):
+    for block in range((d + 31) // 32):
+        for t in range(slots):
+            at = page + (block * slots + t) * 32 * ITEM
+            store_f32(out + (block * PAGE + t) * 128, load(at))
+            store_f32(out + (block * PAGE + t) * 128 + 64, load(at + 16 * ITEM))
+
+
+def _write_key(x, page, d, slots, slot):
+    for i in range(d):
+        put(page + (i * slots + slot) * ITEM, scalar_f32(x + i * 4))
+
+
+def _write_value(x, page, d, slots, slot):
+    for i in range(d):
+        block, lane = i // 32, i % 32
+        put(page + ((block * slots + slot) * 32 + lane) * ITEM, scalar_f32(x + i * 4))
+    for i in range(d, (d + 31) // 32 * 32):
+        block, lane = i // 32, i % 32
+        put(page + ((block * slots + slot) * 32 + lane) * ITEM, ZERO)
+
+
+def cache_functions(name: str, item: int, load: Any, store: Any, put: Any) -> tuple[Any, ...]:
+    """The eight functions for a type of `item` bytes; `scores` and `mix` still lack GROUP."""
+    names = {"ITEM": item, "load": load, "store": store, "put": put}
+
+    def make(template: Any) -> Any:
+        return bind(template, f"{name}{template.__name__}", **names)
+
+    first = tuple(device(make(t)) for t in (_encode_keys, _encode_values))
+    grouped = (make(_scores), make(_mix))
+    rest = (_read_keys, _read_values, _write_key, _write_value)
+    return (*first, *grouped, *(device(make(t)) for t in rest))

@@ -1,0 +1,20 @@
+"""Q4_0 weights for the CPU: layout in formats/q4_0.py."""
+
+from __future__ import annotations
+
+from numba import float32
+
+from pykv.kernels.jit_numba import device
+from pykv.kernels.simd import field, fma, load_u8, scalar_f16, splat, to_f32
+
+BLOCK_LEN, BLOCK_BYTES = 32, 18
+
+
+@device
+def unpack(block, part):
+    """The 32 weights of the block at that address, in order, as two vectors."""
+    codes = load_u8(block + 2)
+    d = scalar_f16(block)
+    scale, zero = splat(d), splat(d * float32(-8))
+    low = fma(to_f32(field(codes, 0, 4)), scale, zero)
+    return low, fma(to_f32(field(codes, 4, 4)), scale, zero)

@@ -1,0 +1,226 @@
+"""What every architecture starts from: numbers from the file, weights by name, the graph's frame."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from pykv.backends.base import F32, Array, Backend, LayerShape, Rope, Step, WeightSource
+from pykv.errors import GGUFError, UnsupportedError
+
+
+class ModelFile(Protocol):
+    """What a graph reads of a model file; GGUFError names file, key and tensor."""
+
+    @property
+    def file(self) -> str: ...  # noqa: D102
+    @property
+    def tensors(self) -> dict[str, Any]: ...  # noqa: D102
+    def get_int(self, key: str, default: int | None = ...) -> Any: ...  # noqa: D102
+    def get_float(self, key: str, default: float | None = ...) -> Any: ...  # noqa: D102
+    def get_str(self, key: str, default: str | None = ...) -> Any: ...  # noqa: D102
+    def get_bool(self, key: str, default: bool | None = ...) -> Any: ...  # noqa: D102
+    def get_ints(self, key: str, n: int, default: int | None = ...) -> list[int]: ...  # noqa: D102
+    def require(self, name: str, shape: tuple[int, ...] | None = ...) -> Any: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Hparams:
+    """Numbers that all architectures have, read from `<architecture>.*` keys."""
+
+    arch: str
+    n_ctx: int  # tokens that the model was trained for
+    n_embd: int
+    n_layer: int
+    n_ff: tuple[int, ...]  # per layer
+    n_head: tuple[int, ...]  # per layer
+    n_kv: tuple[int, ...]  # per layer
+    d_k: int
+    d_v: int
+    n_vocab: int
+    eps: float
+
+    @classmethod
+    def read(cls, file: ModelFile, n_vocab: int) -> Hparams:
+        """From the metadata.  Raises GGUFError: a key is missing or makes no sense."""
+        arch = file.get_str("general.architecture")
+        n_layer = _count(file, f"{arch}.block_count", 512)
+        n_embd = _count(file, f"{arch}.embedding_length", 1 << 20)
+        heads = file.get_ints(f"{arch}.attention.head_count", n_layer)
+        first = max(heads[0], 1)
+        kv = file.get_ints(f"{arch}.attention.head_count_kv", n_layer, first)
+        for n_head, n_kv in zip(heads, kv, strict=True):
+            if n_head < 1 or n_kv < 1 or n_head % n_kv:
+                raise GGUFError(
+                    f"{file.file}: {arch}.attention.head_count {n_head} must be a positive "
+                    f"multiple of head_count_kv {n_kv}"
+                )
+        d_k = file.get_int(f"{arch}.attention.key_length", n_embd // first)
+        d_v = file.get_int(f"{arch}.attention.value_length", n_embd // first)
+        for key, d in (("key_length", d_k), ("value_length", d_v)):
+            if not 1 <= d <= 1024:
+                raise GGUFError(f"{file.file}: {arch}.attention.{key} is {d}, not 1 to 1024")
+        return cls(
+            arch, _count(file, f"{arch}.context_length", 1 << 31), n_embd, n_layer,
+            tuple(file.get_ints(f"{arch}.feed_forward_length", n_layer)), tuple(heads), tuple(kv),
+            d_k, d_v, n_vocab, _epsilon(file, arch),
+        )  # fmt: skip
+
+
+def _epsilon(file: ModelFile, arch: str) -> float:
+    eps: float = file.get_float(f"{arch}.attention.layer_norm_rms_epsilon")
+    if not 0 <= eps < 1:
+        raise GGUFError(f"{file.file}: layer_norm_rms_epsilon is {eps}, not 0 to 1")
+    return eps
+
+
+def _count(file: ModelFile, key: str, most: int) -> int:
+    n: int = file.get_int(key)
+    if not 1 <= n <= most:
+        raise GGUFError(f"{file.file}: {key} is {n}, not 1 to {most}")
+    return n
+
+
+class Weights:
+    """Tensors by name, bound to a backend once; what no graph asked for is left over."""
+
+    def __init__(self, file: ModelFile, dev: Backend) -> None:
+        self._file, self._dev = file, dev
+        self._used: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether the file holds `name`."""
+        return name in self._file.tensors
+
+    def matrix(self, name: str, n_out: int, n_in: int) -> Any:
+        """A weight for `linear`.  Raises GGUFError: missing, or of another shape."""
+        self._used.add(name)
+        return self._dev.load(self._file.require(name, (n_out, n_in)))
+
+    def vector(self, name: str, n: int) -> Any:
+        """A norm's weight or a bias.  Raises GGUFError: missing, or of another shape."""
+        self._used.add(name)
+        return self._dev.load_vector(self._file.require(name, (n,)))
+
+    def optional_vector(self, name: str, n: int) -> Any | None:
+        """Like `vector`, or None where the file has none."""
+        return self.vector(name, n) if self.has(name) else None
+
+    def rows(self, name: str, start: int, stop: int, n_in: int, n_rows: int) -> Any:
+        """Rows of a fused matrix, where they lie."""
+        self._used.add(name)
+        return self._dev.load(self._file.require(name, (n_rows, n_in)).rows(start, stop))
+
+    def source(self, name: str, shape: tuple[int, ...]) -> WeightSource:
+        """The tensor itself, for numbers that the graph needs at load."""
+        self._used.add(name)
+        tensor: WeightSource = self._file.require(name, shape)
+        return tensor
+
+    def check_all_used(self) -> None:
+        """Raises UnsupportedError: a tensor would be ignored, and the model's output be wrong."""
+        left = sorted(set(self._file.tensors) - self._used)
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise UnsupportedError(
+                f"{self._file.file} holds tensors that pykv does not know for this architecture: "
+                f"{', '.join(left[:3])}{more}; without them its output would be wrong"
+            )
+
+
+class Graph(ABC):
+    """An architecture: weights bound to a backend, and the layers' arithmetic."""
+
+    def __init__(self, file: ModelFile, n_vocab: int, dev: Backend) -> None:
+        self.file, self.dev = file, dev
+        self.h = Hparams.read(file, n_vocab)
+        self.weights = Weights(file, dev)
+        self.embedding = self.weights.matrix("token_embd.weight", n_vocab, self.h.n_embd)
+        self.output_norm = self.weights.vector("output_norm.weight", self.h.n_embd)
+        self.output = self.embedding  # tied, unless the file has one
+        if self.weights.has("output.weight"):
+            self.output = self.weights.matrix("output.weight", n_vocab, self.h.n_embd)
+        self.layers = [self.load_layer(i) for i in range(self.h.n_layer)]
+        self.weights.check_all_used()
+
+    @property
+    @abstractmethod
+    def shapes(self) -> Sequence[LayerShape]:
+        """The cache's shape in each layer."""
+
+    @abstractmethod
+    def load_layer(self, i: int) -> Any:
+        """The weights of layer i."""
+
+    @abstractmethod
+    def layer(self, i: int, x: Array, step: Step) -> Array:
+        """One block, [T, E] -> [T, E]."""
+
+    def embed(self, step: Step) -> Array:
+        """The tokens' embeddings, [T, E]."""
+        return self.dev.embed(self.embedding, step)
+
+    def forward(self, step: Step) -> Array:
+        """Logits of the rows that are wanted, [outputs, V]."""
+        x = self.embed(step)
+        for i in range(self.h.n_layer):
+            x = self.layer(i, x, step)
+        x = self.dev.rms_norm(self.dev.take_rows(x, step), self.output_norm, self.h.eps)
+        return self.dev.linear(x, self.output)
+
+
+def rope_base(file: ModelFile, arch: str) -> float:
+    """`rope.freq_base`.  Raises GGUFError: not positive."""
+    base: float = file.get_float(f"{arch}.rope.freq_base", 10000.0)
+    if not base > 0:
+        raise GGUFError(f"{file.file}: {arch}.rope.freq_base is {base}, not above 0")
+    return base
+
+
+def read_rope(
+    file: ModelFile, h: Hparams, neox: bool, base: float | None = None, factors: F32 | None = None,
+    scaled: bool = True,
+) -> Rope:  # fmt: skip
+    """The model's rotary embedding, its scaling included.
+
+    `factors` f32 [n_rot / 2] divide the angles (Llama 3.1); `scaled` False ignores the scaling keys.
+    Raises GGUFError: keys make no sense; UnsupportedError: an unknown kind of scaling.
+    Source: llama.cpp ggml/src/ggml-cpu/ops.cpp, rope_yarn; ggml.c, ggml_rope_yarn_corr_dims.
+    """
+    key = f"{h.arch}.rope"
+    n_rot: int = file.get_int(f"{key}.dimension_count", h.d_k)
+    if n_rot < 2 or n_rot % 2 or n_rot > h.d_k:
+        raise GGUFError(f"{file.file}: {key}.dimension_count is {n_rot}, not even and 2 to {h.d_k}")
+    base = rope_base(file, h.arch) if base is None else base
+    pairs = np.arange(n_rot // 2, dtype=np.float64)
+    inv_freq = base ** (-2 * pairs / n_rot)
+    if factors is not None:
+        inv_freq = inv_freq / factors
+    if not scaled:
+        return Rope(neox, inv_freq)
+    kind = file.get_str(f"{key}.scaling.type", "linear")
+    factor = file.get_float(f"{key}.scaling.factor", file.get_float(f"{key}.scale_linear", 0.0))
+    if kind == "none" or factor == 0.0:
+        return Rope(neox, inv_freq)
+    if not factor > 0:
+        raise GGUFError(f"{file.file}: {key}.scaling.factor is {factor}, not above 0")
+    if kind == "linear":
+        return Rope(neox, inv_freq / factor)
+    if kind != "yarn":
+        raise UnsupportedError(f"{file.file}: RoPE scaling '{kind}' is not known; linear and yarn are")
+    original: int = file.get_int(f"{key}.scaling.original_context_length", h.n_ctx)
+    low, high = (_correction(n_rot, base, original, beta) for beta in (32.0, 1.0))
+    low, high = max(math.floor(low), 0), min(math.ceil(high), n_rot - 1)
+    ramp = 1 - np.clip((pairs - low) / max(0.001, high - low), 0, 1)
+    blended = inv_freq / factor * (1 - ramp) + inv_freq * ramp
+    magnitude = file.get_float(f"{key}.scaling.attn_factor", 1.0)
+    return Rope(neox, blended, magnitude * (1 + 0.1 * math.log(factor)))
+
+
+def _correction(n_rot: int, base: float, original: int, beta: float) -> float:
+    return n_rot * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(base))
