@@ -51,3 +51,9 @@ class DownloadError(PykvError):
 
 class PolicyError(PykvError):
     """An eviction policy cannot do what was asked of it."""
+
+
+class CancelledError(PykvError):
+    """Work was stopped on request."""
+
+    exit_code = 130

@@ -8,12 +8,14 @@ A backend may run a verb at once or note it down until `logits` are asked for.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pykv.errors import CancelledError
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -125,6 +127,12 @@ class Step:
     outputs: I32  # rows whose logits are wanted
     records: I64
     rounds: list[Round]
+    cancelled: Callable[[], bool] | None = None  # asked now and then; True stops the run
+
+    def check_cancelled(self) -> None:
+        """Raise CancelledError if the run is to stop."""
+        if self.cancelled is not None and self.cancelled():
+            raise CancelledError("the run was stopped")
 
     @property
     def n_rows(self) -> int:
@@ -154,7 +162,8 @@ class Backend(ABC):
     def run(self, graph: Any, step: Step) -> F32:
         """Run `graph.forward` for a batch; returns logits f32 [len(step.outputs), vocabulary].
 
-        Raises NumericsError: NaN or infinity in keys or values (layer and position are named).
+        Raises NumericsError: NaN or infinity in keys or values (layer and position are named);
+        CancelledError: `step.cancelled` said so.
         """
 
     @abstractmethod
@@ -205,6 +214,10 @@ class Backend(ABC):
     @abstractmethod
     def take_rows(self, x: Array, step: Step) -> Array:
         """The rows of x whose logits are wanted."""
+
+    def facts(self) -> dict[str, Any]:
+        """What a report says about the backend: threads, threading_layer, compile_seconds."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

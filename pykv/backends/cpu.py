@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,8 @@ class Weight:
 class CpuBackend(Backend):
     """Numba kernels on `threads` threads.
 
-    `deterministic`: products and attention of every batch go row by row through the same kernels,
+    `progress` is told each kernel that has to be compiled; `kernel_cache` is the folder that they
+    are kept in. `deterministic`: products and attention of every batch go row by row through the same kernels,
     so that a row's result does not depend on the rows beside it.
     """
 
@@ -68,10 +70,11 @@ class CpuBackend(Backend):
         threads: int | None = None,
         deterministic: bool = False,
         progress: Callable[[str], None] | None = None,
+        kernel_cache: Path | None = None,
     ) -> None:
         self.threads = threads or default_threads()
         self.deterministic = deterministic
-        self.kernels = Kernels(self.threads, progress)
+        self.kernels = Kernels(self.threads, progress, kernel_cache)
         self.arena = Arena()
         self._blas = BlasThreads(self.threads)
         self._lock = threading.Lock()
@@ -102,6 +105,13 @@ class CpuBackend(Backend):
             f"weights: {', '.join(types)}",
             *self.kernels.cache_plan,
         ]
+
+    def facts(self) -> dict[str, Any]:  # noqa: D102
+        return {
+            "threads": self.threads,
+            "threading_layer": self.kernels.layer(),
+            "compile_seconds": self.kernels.compile_seconds,
+        }
 
     def close(self) -> None:  # noqa: D102
         self._programs.clear()
@@ -137,7 +147,7 @@ class CpuBackend(Backend):
         own.tokens[:], own.positions[:] = step.tokens, step.positions
         own.outputs[:], own.records[:] = step.outputs, step.records
         attention.refresh(program)
-        program.run()
+        program.run(step.check_cancelled)
         attention.check()
         return np.array(logits.array)
 
@@ -156,7 +166,7 @@ class CpuBackend(Backend):
 
     def _flush(self) -> None:
         if len(self._program):
-            self._program.run()
+            self._program.run(self._attention.step.check_cancelled if self._attention else _go_on)
             self._program = self._new_program()
         if self._attention is not None:
             self._attention.check()
@@ -296,6 +306,10 @@ class CpuBackend(Backend):
                 "layer %d: %d keys or values beyond the range of the cache's tail were clamped; "
                 "--kv-tail-type bf16 or f32 keeps them", layer, count,
             )  # fmt: skip
+
+
+def _go_on() -> None:
+    """Nothing stops a program that belongs to no batch."""
 
 
 def create(**settings: Any) -> CpuBackend:

@@ -40,7 +40,7 @@ class CpuAttention:
     """Emits a batch's attention into the backend's program."""
 
     def __init__(self, backend: CpuBackend, step: Step) -> None:
-        self._backend, self._step = backend, step
+        self._backend, self.step = backend, step
         self._ropes: dict[int, tuple[Rope, F32, F32]] = {}
         self._flags = np.zeros((len(step.shapes), 4), np.int64)
         self._chunks = max(1, self.capacity(step))
@@ -61,10 +61,10 @@ class CpuAttention:
     def refresh(self, program: Program) -> None:
         """Take over the step's positions: RoPE tables and the number of chunks."""
         for rope, cos, sin in self._ropes.values():
-            cos[:], sin[:] = rope.tables(self._step.positions)
-        records = self._step.records
+            cos[:], sin[:] = rope.tables(self.step.positions)
+        records = self.step.records
         sinks = int(records[0, 0, 3])
-        entries = 2 + max(int(self._step.positions.max()) - sinks, 0) // PAGE
+        entries = 2 + max(int(self.step.positions.max()) - sinks, 0) // PAGE
         chunks = -(-entries * PAGE // CHUNK_TOKENS)
         if chunks != self._chunks:
             self._chunks = chunks
@@ -96,14 +96,14 @@ class CpuAttention:
         """Lines for one layer's attention; see Backend.attention."""
         self._turn(q, rope, scale)
         self._turn(k, rope, 1.0)
-        shape, formats = self._step.shapes[layer], self._step.formats[layer]
+        shape, formats = self.step.shapes[layer], self.step.formats[layer]
         out = self._backend.buffer(q.shape[0], shape.n_head * shape.d_v)
         few = q.shape[0] < 8 or self._backend.deterministic
-        for number, round_ in enumerate(self._step.rounds):
+        for number, round_ in enumerate(self.step.rounds):
             rows = self._rows[number]
             self._backend.emit(
                 f"write_{formats.tail_k}_{formats.tail_v}", shape.n_kv,
-                self._step.records[layer], rows, len(rows), k, shape.n_kv * shape.d_k * 4,
+                self.step.records[layer], rows, len(rows), k, shape.n_kv * shape.d_k * 4,
                 v, shape.n_kv * shape.d_v * 4, shape.d_k, shape.d_v, shape.n_kv, self._flags[layer],
             )  # fmt: skip
             if few:
@@ -123,7 +123,7 @@ class CpuAttention:
                 self._backend.emit("add", 1, x, 0, x, rows * heads * d, scale)
             return
         if id(rope) not in self._ropes:
-            self._ropes[id(rope)] = (rope, *rope.tables(self._step.positions))
+            self._ropes[id(rope)] = (rope, *rope.tables(self.step.positions))
         _, cos, sin = self._ropes[id(rope)]
         other, step = (rope.n_rot // 2, 1) if rope.neox else (1, 2)
         self._backend.emit(
@@ -137,9 +137,9 @@ class CpuAttention:
         return self._scratch[n_bytes]
 
     def _attend_rows(self, layer: int, rows: Any, q: Buffer, out: Buffer) -> None:
-        backend, shape = self._backend, self._step.shapes[layer]
-        key, group = cache_key(self._step.formats[layer]), shape.n_head // shape.n_kv
-        width, room = (shape.d_v + 31) // 32 * 32, self.capacity(self._step)
+        backend, shape = self._backend, self.step.shapes[layer]
+        key, group = cache_key(self.step.formats[layer]), shape.n_head // shape.n_kv
+        width, room = (shape.d_v + 31) // 32 * 32, self.capacity(self.step)
         places = min(len(rows), ROWS_AT_ONCE) * shape.n_head * room
         if (places, width) not in self._partial:
             memory = self._arena.take(places * width * 4), self._arena.take(places * 8)
@@ -150,7 +150,7 @@ class CpuAttention:
             scratch = heads * CHUNK_TOKENS * 4
             tasks = len(rows) * shape.n_kv * count
             ctx = backend.emit(
-                f"attend_{key}_g{heads}", tasks * self._chunks, self._step.records[layer], rows,
+                f"attend_{key}_g{heads}", tasks * self._chunks, self.step.records[layer], rows,
                 len(rows), q, shape.n_head * shape.d_k * 4, shape.d_k, shape.d_v, shape.n_kv, group,
                 first, count, self._chunks, partial, stats, self._scratch_for(scratch).address,
                 scratch,
@@ -165,18 +165,18 @@ class CpuAttention:
     def _attend_prompt(self, layer: int, first: int, count: int, q: Buffer, out: Buffer) -> None:
         from pykv.kernels.prompt_numba import scratch_bytes
 
-        shape = self._step.shapes[layer]
+        shape = self.step.shapes[layer]
         group = shape.n_head // shape.n_kv
         per_block = max(1, LINES_AT_ONCE // group)
         scratch = scratch_bytes(per_block, group, shape.d_k, shape.d_v)
-        context = int(self._step.positions[first + count - 1]) + 1
+        context = int(self.step.positions[first + count - 1]) + 1
         flops = 2 * context * shape.n_head * (shape.d_k + shape.d_v)
         at_once = max(per_block, int(LAUNCH_FLOPS / flops) // per_block * per_block)
         for start in range(first, first + count, at_once):
             queries = min(at_once, first + count - start)
             self._backend.emit(
-                f"prompt_{cache_key(self._step.formats[layer])}",
-                shape.n_kv * -(-queries // per_block), self._step.records[layer, start], queries,
+                f"prompt_{cache_key(self.step.formats[layer])}",
+                shape.n_kv * -(-queries // per_block), self.step.records[layer, start], queries,
                 q.address + start * shape.n_head * shape.d_k * 4, shape.n_head * shape.d_k * 4,
                 shape.d_k, shape.d_v, shape.n_kv, group, per_block, shape.window,
                 out.address + start * shape.n_head * shape.d_v * 4, shape.n_head * shape.d_v * 4,
@@ -184,7 +184,7 @@ class CpuAttention:
             )  # fmt: skip
 
     def _encode(self, layer: int, moves: tuple[I64, I64]) -> None:
-        shape, formats = self._step.shapes[layer], self._step.formats[layer]
+        shape, formats = self.step.shapes[layer], self.step.formats[layer]
         sides = (
             (f"encode_k_{formats.tail_k}_{formats.page_k}", shape.d_k),
             (f"encode_v_{formats.tail_v}_{formats.page_v}", shape.d_v),

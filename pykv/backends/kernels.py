@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,15 +15,15 @@ from pykv.backends.threads import load_tbb
 ELEMENTWISE = (
     "rms_norm", "rope", "swiglu", "geglu", "add", "bias", "softcap", "take_rows", "resize_rows",
 )  # fmt: skip
-TILES = (4, 3, 2, 1)  # query heads that share one pass over a page
+MOST_HEADS = 4  # query heads that share one pass over a page
 
 
 def tiles(group: int) -> list[tuple[int, int, int]]:
     """How a group of query heads is cut: (heads in a tile, first head, number of such tiles)."""
     cut, done = [], 0
-    if group >= 4:
-        cut.append((4, 0, group // 4))
-        done = group // 4 * 4
+    if group >= MOST_HEADS:
+        cut.append((MOST_HEADS, 0, group // MOST_HEADS))
+        done = group // MOST_HEADS * MOST_HEADS
     if group > done:
         cut.append((group - done, done, 1))
     return cut
@@ -36,9 +37,17 @@ def cache_key(formats: CacheFormats) -> str:
 class Kernels:
     """Addresses of kernels by name.  `progress` is told each kernel that has to be compiled."""
 
-    def __init__(self, threads: int, progress: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        threads: int,
+        progress: Callable[[str], None] | None = None,
+        folder: Path | None = None,
+    ) -> None:
         load_tbb()  # before Numba looks for a threading layer
         from pykv.kernels import driver_numba, jit_numba
+
+        if folder is not None:
+            jit_numba.set_cache_folder(folder)
 
         self._jit, self._driver, self._progress = jit_numba, driver_numba, progress
         self._kernels: dict[str, Any] = {}
@@ -64,6 +73,11 @@ class Kernels:
             yield
         finally:
             compiled.listener = before
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds that this process has spent compiling kernels."""
+        return self._jit.compiled.seconds
 
     def layer(self) -> str:
         """Numba's threading layer."""
@@ -107,11 +121,11 @@ class Kernels:
     def load_weights(self, types: Sequence[str], deterministic: bool) -> None:
         """Compile what a first token needs of these weight types."""
         for type_ in types:
-            names = [f"matvec_{type_}_r1"]
-            names.append(f"matvec_{type_}_r4" if deterministic else f"panel_{type_}")
-            for name in names:
+            for name in (f"matvec_{type_}_r1", f"panel_{type_}"):
                 _ = self[name]
-        for name in ("rms_norm", "rope", "take_rows"):
+            if deterministic:
+                _ = self[f"matvec_{type_}_r4"]
+        for name in ELEMENTWISE:
             _ = self[name]
 
     def load_cache(self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]) -> None:

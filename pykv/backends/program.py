@@ -122,8 +122,8 @@ class Program:
         kernel, ctx, _ = self._lines[line]
         self._lines[line] = (kernel, ctx, tasks)
 
-    def run(self) -> None:
-        """Run all lines; between slices Python may raise KeyboardInterrupt."""
+    def run(self, check: Callable[[], None]) -> None:
+        """Run all lines; before each slice `check` is called, and may raise."""
         if self._table is None:
             self._table = np.zeros((len(self._lines), 4), np.int64)
             if self._lines:
@@ -131,6 +131,7 @@ class Program:
             self._slices = self._cut()
         address = int(self._table.ctypes.data)
         for first, last in self._slices:
+            check()
             self._run(address, first, last, self._threads)
 
     def _cut(self) -> list[tuple[int, int]]:

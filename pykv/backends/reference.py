@@ -100,6 +100,7 @@ class ReferenceBackend(Backend):
     def attention(  # noqa: D102
         self, step: Step, layer: int, q: F32, k: F32, v: F32, rope: Rope | None, scale: float
     ) -> F32:
+        step.check_cancelled()
         if rope is not None:
             q, k = (self._turn(x, step.positions, rope) for x in (q, k))
         out = np.empty((*q.shape[:2], v.shape[-1]), np.float32)

@@ -447,13 +447,26 @@ class Store:
         slabs = sum(p.reserved_bytes for p in self._pools.values())
         return slabs + sum(s.tables.nbytes for s in self._sequences.values())
 
-    def bytes_per_token(self, layers: Sequence[int] | None = None) -> float:
-        """What a token costs in full pages, all layers or some of them."""
-        total = 0.0
-        for side, name in enumerate((self.formats.page_k, self.formats.page_v)):
-            format_ = registry.find("formats", name, "cache type").FORMAT
-            for i, shape in enumerate(self.shapes):
-                if layers is None or i in layers:
-                    d = (shape.d_k, shape.d_v)[side]
-                    total += shape.n_kv * format_.page_bytes(d, SIDES[side]) / PAGE
+    @property
+    def f16_nbytes(self) -> int:
+        """What the cached tokens would take as bare f16 values, windows respected."""
+        total = 0
+        for held in self._sequences.values():
+            for shape in self.shapes:
+                kept = min(held.tokens, shape.window or held.tokens)
+                total += kept * shape.n_kv * (shape.d_k + shape.d_v) * 2
+        return total
+
+    def estimate(self, n: int) -> int:
+        """Bytes that one sequence of n tokens takes, and its slabs' last pages."""
+        total = 0
+        for (kind, side), sizes in self._sizes.items():
+            for n_bytes, layers in sizes:
+                for layer in layers:
+                    shape = self.shapes[layer]
+                    kept = min(n, shape.window + PAGE) if shape.window else n
+                    tail = kept if self.formats.exact else min(kept, self.residual + PAGE)
+                    tokens = {"sinks": 1, "page": kept - tail, "tail": tail}[kind]
+                    total += -(-tokens // PAGE) * n_bytes * shape.n_kv
+                total += 1 << 20
         return total

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pykv.backends.base import F32, Array, Backend, LayerShape, Rope, Step, WeightSource
+from pykv.backends.base import F32, U8, Array, Backend, LayerShape, Rope, Step, WeightSource
+from pykv.backends.plan import decode
 from pykv.errors import GGUFError, UnsupportedError
 
 
@@ -20,12 +22,14 @@ class ModelFile(Protocol):
     @property
     def file(self) -> str: ...  # noqa: D102
     @property
+    def metadata(self) -> dict[str, Any]: ...  # noqa: D102
+    @property
     def tensors(self) -> dict[str, Any]: ...  # noqa: D102
     def get_int(self, key: str, default: int | None = ...) -> Any: ...  # noqa: D102
     def get_float(self, key: str, default: float | None = ...) -> Any: ...  # noqa: D102
     def get_str(self, key: str, default: str | None = ...) -> Any: ...  # noqa: D102
     def get_bool(self, key: str, default: bool | None = ...) -> Any: ...  # noqa: D102
-    def get_ints(self, key: str, n: int, default: int | None = ...) -> list[int]: ...  # noqa: D102
+    def get_ints(self, key: str, n: int, default: list[int] = ...) -> list[int]: ...  # noqa: D102
     def require(self, name: str, shape: tuple[int, ...] | None = ...) -> Any: ...  # noqa: D102
 
 
@@ -47,13 +51,21 @@ class Hparams:
 
     @classmethod
     def read(cls, file: ModelFile, n_vocab: int) -> Hparams:
-        """From the metadata.  Raises GGUFError: a key is missing or makes no sense."""
+        """From the metadata.
+
+        Raises GGUFError: a key is missing or makes no sense; UnsupportedError: an encoder.
+        """
         arch = file.get_str("general.architecture")
+        if not file.get_bool(f"{arch}.attention.causal", True):
+            raise UnsupportedError(
+                f"{file.file}: {arch}.attention.causal is false, which marks an encoder; pykv runs "
+                "models that generate text"
+            )
         n_layer = _count(file, f"{arch}.block_count", 512)
         n_embd = _count(file, f"{arch}.embedding_length", 1 << 20)
         heads = file.get_ints(f"{arch}.attention.head_count", n_layer)
         first = max(heads[0], 1)
-        kv = file.get_ints(f"{arch}.attention.head_count_kv", n_layer, first)
+        kv = file.get_ints(f"{arch}.attention.head_count_kv", n_layer, heads)
         for n_head, n_kv in zip(heads, kv, strict=True):
             if n_head < 1 or n_kv < 1 or n_head % n_kv:
                 raise GGUFError(
@@ -86,6 +98,29 @@ def _count(file: ModelFile, key: str, most: int) -> int:
     return n
 
 
+@dataclass(frozen=True, eq=False)
+class Values:
+    """Numbers made at load, as a backend takes tensors."""
+
+    name: str
+    values: F32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The values' shape."""
+        return self.values.shape
+
+    @property
+    def type(self) -> str:
+        """Float32."""
+        return "f32"
+
+    @property
+    def data(self) -> U8:
+        """The values' bytes."""
+        return self.values.view(np.uint8)
+
+
 class Weights:
     """Tensors by name, bound to a backend once; what no graph asked for is left over."""
 
@@ -106,6 +141,11 @@ class Weights:
         """A norm's weight or a bias.  Raises GGUFError: missing, or of another shape."""
         self._used.add(name)
         return self._dev.load_vector(self._file.require(name, (n,)))
+
+    def part(self, name: str, start: int, stop: int, n: int) -> Any:
+        """Values [start, stop) of a fused bias of n.  Raises GGUFError as `vector`."""
+        values = decode(self.source(name, (n,)))[start:stop]
+        return self._dev.load_vector(Values(f"{name}[{start}:{stop}]", values))
 
     def optional_vector(self, name: str, n: int) -> Any | None:
         """Like `vector`, or None where the file has none."""
@@ -174,11 +214,13 @@ class Graph(ABC):
         return self.dev.linear(x, self.output)
 
 
-def rope_base(file: ModelFile, arch: str) -> float:
-    """`rope.freq_base`.  Raises GGUFError: not positive."""
-    base: float = file.get_float(f"{arch}.rope.freq_base", 10000.0)
-    if not base > 0:
-        raise GGUFError(f"{file.file}: {arch}.rope.freq_base is {base}, not above 0")
+def rope_base(
+    file: ModelFile, arch: str, name: str = "freq_base", default: float = 10000.0
+) -> float:
+    """`rope.<name>`.  Raises GGUFError: not above 1, so that the pairs would not turn ever slower."""
+    base: float = file.get_float(f"{arch}.rope.{name}", default)
+    if not base > 1:
+        raise GGUFError(f"{file.file}: {arch}.rope.{name} is {base}, not above 1")
     return base
 
 
@@ -188,39 +230,64 @@ def read_rope(
 ) -> Rope:  # fmt: skip
     """The model's rotary embedding, its scaling included.
 
-    `factors` f32 [n_rot / 2] divide the angles (Llama 3.1); `scaled` False ignores the scaling keys.
+    `factors` f32 [n_rot / 2] divide the angles (Llama 3.1); `scaled` False ignores the scaling
+    type and factor.
     Raises GGUFError: keys make no sense; UnsupportedError: an unknown kind of scaling.
-    Source: llama.cpp ggml/src/ggml-cpu/ops.cpp, rope_yarn; ggml.c, ggml_rope_yarn_corr_dims.
+    Source: llama.cpp ggml/src/ggml-cpu/ops.cpp, rope_yarn; ggml/src/ggml.c,
+    ggml_rope_yarn_corr_dims; src/llama-context.cpp, the constructor (the magnitude).
     """
     key = f"{h.arch}.rope"
     n_rot: int = file.get_int(f"{key}.dimension_count", h.d_k)
     if n_rot < 2 or n_rot % 2 or n_rot > h.d_k:
         raise GGUFError(f"{file.file}: {key}.dimension_count is {n_rot}, not even and 2 to {h.d_k}")
     base = rope_base(file, h.arch) if base is None else base
-    pairs = np.arange(n_rot // 2, dtype=np.float64)
-    inv_freq = base ** (-2 * pairs / n_rot)
+    inv_freq = base ** (-2 * np.arange(n_rot // 2, dtype=np.float64) / n_rot)
     if factors is not None:
+        if not ((factors > 0) & np.isfinite(factors)).all():
+            raise GGUFError(f"{file.file}: rope_freqs.weight holds factors that are not above 0")
         inv_freq = inv_freq / factors
-    if not scaled:
-        return Rope(neox, inv_freq)
-    kind = file.get_str(f"{key}.scaling.type", "linear")
-    factor = file.get_float(f"{key}.scaling.factor", file.get_float(f"{key}.scale_linear", 0.0))
-    if kind == "none" or factor == 0.0:
-        return Rope(neox, inv_freq)
-    if not factor > 0:
-        raise GGUFError(f"{file.file}: {key}.scaling.factor is {factor}, not above 0")
-    if kind == "linear":
-        return Rope(neox, inv_freq / factor)
-    if kind != "yarn":
-        raise UnsupportedError(f"{file.file}: RoPE scaling '{kind}' is not known; linear and yarn are")
-    original: int = file.get_int(f"{key}.scaling.original_context_length", h.n_ctx)
-    low, high = (_correction(n_rot, base, original, beta) for beta in (32.0, 1.0))
-    low, high = max(math.floor(low), 0), min(math.ceil(high), n_rot - 1)
-    ramp = 1 - np.clip((pairs - low) / max(0.001, high - low), 0, 1)
-    blended = inv_freq / factor * (1 - ramp) + inv_freq * ramp
     magnitude = file.get_float(f"{key}.scaling.attn_factor", 1.0)
-    return Rope(neox, blended, magnitude * (1 + 0.1 * math.log(factor)))
+    if not magnitude > 0:
+        raise GGUFError(f"{file.file}: {key}.scaling.attn_factor is {magnitude}, not above 0")
+    kind, factor = _scaling(file, key) if scaled else ("none", 1.0)
+    if kind == "linear":
+        inv_freq = inv_freq / factor
+    elif kind == "yarn":
+        inv_freq = _yarn(file, h, inv_freq, base, factor)
+        magnitude *= 1 + 0.1 * math.log(max(factor, 1.0))
+    return Rope(neox, inv_freq, magnitude)
 
 
-def _correction(n_rot: int, base: float, original: int, beta: float) -> float:
-    return n_rot * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(base))
+def _scaling(file: ModelFile, key: str) -> tuple[str, float]:
+    """The kind of scaling, "none" where no factor is given, and its factor."""
+    kind: str = file.get_str(f"{key}.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedError(
+            f"{file.file}: RoPE scaling '{kind}' is not known; linear and yarn are"
+        )
+    factor: float = file.get_float(
+        f"{key}.scaling.factor", file.get_float(f"{key}.scale_linear", 0.0)
+    )
+    if factor < 0:
+        raise GGUFError(f"{file.file}: {key}.scaling.factor is {factor}, not above 0")
+    return (kind, factor) if factor else ("none", 1.0)
+
+
+def _yarn(
+    file: ModelFile, h: Hparams, inv_freq: NDArray[np.float64], base: float, factor: float
+) -> NDArray[np.float64]:
+    """Angles divided by `factor` for slow pairs, kept for fast ones, blended in between."""
+    key = f"{h.arch}.rope.scaling.original_context_length"
+    original: int = file.get_int(key, h.n_ctx)
+    if original < 1:
+        raise GGUFError(f"{file.file}: {key} is {original}, not above 0")
+    n_rot = 2 * len(inv_freq)
+    # the pair that makes 32 turns, and the one that makes a single turn, in the original context
+    low, high = (
+        n_rot * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+        for turns in (32, 1)
+    )
+    low, high = max(math.floor(low), 0), min(math.ceil(high), n_rot - 1)
+    slow = np.clip((np.arange(n_rot // 2) - low) / max(0.001, high - low), 0, 1)
+    blended: NDArray[np.float64] = inv_freq / factor * slow + inv_freq * (1 - slow)
+    return blended

@@ -41,11 +41,19 @@ def qkv(w: Weights, h: Hparams, i: int) -> tuple[Projection, Projection, Project
     q, k, v = (
         Projection(
             w.rows(fused, end - size, end, h.n_embd, ends[2]),
-            w.optional_vector(f"{name}.bias", size),
+            _fused_bias(w, i, name, (end - size, end, ends[2])),
         )
         for name, size, end in zip(names, sizes, ends, strict=True)
     )
     return q, k, v
+
+
+def _fused_bias(w: Weights, i: int, name: str, place: tuple[int, int, int]) -> Any | None:
+    """The bias beside a fused matrix: a part (start, stop, of all) of a fused one, or its own."""
+    start, stop, _ = place
+    if w.has(f"blk.{i}.attn_qkv.bias"):
+        return w.part(f"blk.{i}.attn_qkv.bias", *place)
+    return w.optional_vector(f"{name}.bias", stop - start)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pykv.backends.base import Array, LayerShape, Step
-from pykv.models.base import Graph, read_rope
+from pykv.errors import GGUFError
+from pykv.models.base import Graph, read_rope, rope_base
 from pykv.models.blocks import Mlp, Projection, mlp, projection, qkv
 
 PATTERN = 6  # every sixth layer is global
@@ -60,7 +61,7 @@ class Gemma3(Graph):
         h, file = self.h, self.file
         self.window: int = file.get_int("gemma3.attention.sliding_window", 0)
         self.local = self._local_layers()
-        base = file.get_float("gemma3.rope.freq_base_swa", LOCAL_BASE)
+        base = rope_base(file, "gemma3", "freq_base_swa", LOCAL_BASE)
         self.global_rope = read_rope(file, h, neox=True)
         self.local_rope = read_rope(file, h, neox=True, base=base, scaled=False)
         big = h.n_layer == LAYERS_27B
@@ -72,11 +73,13 @@ class Gemma3(Graph):
         n, key = self.h.n_layer, "gemma3.attention.sliding_window_pattern"
         if self.window <= 0:
             return [False] * n
-        flags = self.file.get_ints(key, n, PATTERN)
-        # one number for all layers is the period; a list holds the flags themselves
-        if len(set(flags)) == 1 and flags[0] > 1:
-            return [i % flags[0] < flags[0] - 1 for i in range(n)]
-        return [bool(f) for f in flags]
+        # a list holds the flags themselves; one number is the period, 0: no layer is global
+        if not isinstance(self.file.metadata.get(key, PATTERN), int):
+            return [bool(flag) for flag in self.file.get_ints(key, n)]
+        period: int = self.file.get_int(key, PATTERN)
+        if period < 0:
+            raise GGUFError(f"{self.file.file}: {key} is {period}, not 0 or more")
+        return [period == 0 or i % period < period - 1 for i in range(n)]
 
     @property
     def shapes(self) -> list[LayerShape]:

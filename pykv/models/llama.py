@@ -10,7 +10,7 @@ from typing import Any
 
 from pykv.backends.base import Array, LayerShape, Step
 from pykv.backends.plan import decode
-from pykv.errors import UnsupportedError
+from pykv.errors import GGUFError, UnsupportedError
 from pykv.models.base import Graph, read_rope
 from pykv.models.blocks import Mlp, Projection, mlp, projection, qkv
 
@@ -44,6 +44,11 @@ class Llama(Graph):
                 n_rot = self.file.get_int(f"{h.arch}.rope.dimension_count", h.d_k)
                 factors = decode(w.source("rope_freqs.weight", (n_rot // 2,)))
             self.rope = read_rope(self.file, h, neox=False, factors=factors)
+            if self.rope.n_rot != h.d_k:
+                raise GGUFError(
+                    f"{self.file.file}: {h.arch}.rope.dimension_count is {self.rope.n_rot}, "
+                    f"expected {h.d_k}: in this architecture whole heads turn"
+                )
         return Layer(
             w.vector(f"blk.{i}.attn_norm.weight", h.n_embd),
             *qkv(w, h, i),

@@ -29,7 +29,7 @@ def cut(family: str):
 def test_oniguruma_cuts_as_python_regex(family):
     ours = cut(family)
 
-    @settings(max_examples=120, deadline=None)
+    @settings(max_examples=80, deadline=None)
     @given(text=texts.map("".join))
     def check(text):
         assert ours(text) == pieces(text, FAMILIES[family])

@@ -6,7 +6,7 @@ NORMAL = ["▁un", "aff", "able", "▁the", "▁", "!", "▁!", "▁我", "▁ec
 
 
 def bert(**keys: object) -> dict[str, object]:
-    tokens = [*"[PAD] [UNK] [CLS] [SEP] [MASK]".split(), *NORMAL]
+    tokens = [*["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], *NORMAL]
     ids = {"padding": 0, "unknown": 1, "bos": 2, "seperator": 3, "mask": 4}
     return {
         "tokenizer.ggml.model": "bert",

@@ -1,0 +1,315 @@
+"""Loading a model, and the one object that an application holds."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from pykv import registry
+from pykv.backends.base import F32, I32, Backend
+from pykv.cache.store import Store
+from pykv.config import CacheConfig, LoadConfig, SamplingConfig
+from pykv.engine import hub, memory
+from pykv.engine.chat import Chat
+from pykv.engine.perplexity import Perplexity, Progress, measure
+from pykv.engine.sampler import Sampler
+from pykv.engine.session import Generation, Session
+from pykv.errors import ConfigError, TemplateError
+from pykv.gguf import GGUFFile, open_gguf
+from pykv.tokenizer import Tokenizer, from_metadata, select
+
+log = logging.getLogger("pykv")
+
+DEVICES = ("cpu", "reference")
+LoadProgress = Callable[[str, int, int], None]
+
+__all__ = ["Chat", "Generation", "Model", "Perplexity", "load", "load_tokenizer"]
+
+
+def load(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    cache: CacheConfig | None = None,
+    load: LoadConfig | None = None,
+    sampling: SamplingConfig | None = None,
+    offline: bool = False,
+    progress: LoadProgress | None = None,
+) -> Model:
+    """Load a model: a path, a name of the catalogue, `hf:user/repo[:quant]`; None: the default.
+
+    `progress(stage, done, total)` is told of downloads and of kernels that are compiled.
+    Raises PykvError: GGUFError for a file that cannot be read, DownloadError, OutOfMemoryError,
+    UnsupportedError, ConfigError.
+    """
+    name = None if model is None else os.fspath(model)
+    path = hub.resolve(name, offline=offline, progress=progress)
+    return Model(
+        path, cache or CacheConfig(), load or LoadConfig(), sampling or SamplingConfig(), progress
+    )
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a GGUF file, which may hold a vocabulary only.
+
+    Raises GGUFError, TokenizerError, UnsupportedError.
+    """
+    with open_gguf(path) as file:
+        return from_metadata(file.metadata, where=file.file)
+
+
+def _backend(config: LoadConfig, progress: LoadProgress | None) -> Backend:
+    device = "cpu" if config.device == "auto" else config.device
+    if device not in DEVICES:
+        raise ConfigError(
+            f"device '{config.device}' is unknown: it is auto, {' or '.join(DEVICES)}"
+        )
+    seen: list[str] = []
+
+    def compiling(kernel: str) -> None:
+        if not seen:
+            log.info("compiling kernels, once on this machine")
+        seen.append(kernel)
+        if progress is not None:
+            progress("compiling kernels, once on this machine", len(seen), 0)
+
+    settings: dict[str, Any] = {}
+    if device == "cpu":
+        settings = {
+            "threads": config.threads,
+            "deterministic": config.deterministic,
+            "progress": compiling,
+            "kernel_cache": hub.cache_dir(),
+        }
+    backend: Backend = importlib.import_module(f"pykv.backends.{device}").create(**settings)
+    return backend
+
+
+class Model:
+    """A loaded model.  Use it from one thread at a time, and close it, or use `with`."""
+
+    def __init__(
+        self,
+        path: Path,
+        cache: CacheConfig,
+        load: LoadConfig,
+        sampling: SamplingConfig,
+        progress: LoadProgress | None = None,
+    ) -> None:
+        started = time.perf_counter()
+        self.path, self.config, self.load_config = path, cache, load
+        self._sampling = sampling
+        self._file: GGUFFile = open_gguf(path)
+        self._dev: Backend | None = None
+        try:
+            self.metadata = self._file.metadata
+            self.architecture: str = self._file.get_str("general.architecture")
+            self.tokenizer = from_metadata(self.metadata, where=self._file.file)
+            self._dev = _backend(load, progress)
+            self._load_graph()
+        except BaseException:
+            self.close()
+            raise
+        self.load_seconds = time.perf_counter() - started
+
+    def _load_graph(self) -> None:
+        load, dev = self.load_config, self.dev
+        key = self.architecture.replace("-", "_")
+        graph_class = registry.find("models", key, "architecture").GRAPH
+        self._graph = graph_class(self._file, self.tokenizer.n_vocab, dev)
+        self.n_vocab, trained = self.tokenizer.n_vocab, self._graph.h.n_ctx
+        self.n_ctx = load.ctx_size or trained
+        if self.n_ctx > trained:
+            log.warning(
+                "%s was trained for %d tokens of context; beyond them its answers get worse",
+                self._file.file, trained,
+            )  # fmt: skip
+        self.ubatch = min(load.ubatch, load.batch, self.n_ctx)
+        self.store = Store(self._graph.shapes, self.config, self.n_ctx)
+        if load.check_memory:
+            memory.check(
+                self._file.file, self._file.nbytes, self._scratch_bytes(), self.n_ctx,
+                self.store.estimate, memory.free_bytes(),
+            )  # fmt: skip
+        dev.prepare(self._graph.shapes, [self.store.formats] * len(self._graph.shapes))
+
+    def _scratch_bytes(self) -> int:
+        """About what a batch of `ubatch` tokens computes in, and the process itself."""
+        h = self._graph.h
+        row = 6 * h.n_embd + 3 * max(h.n_ff) + 3 * max(h.n_head) * h.d_k
+        return self.ubatch * row * 4 + self.n_vocab * 8 + (64 << 20)
+
+    @property
+    def dev(self) -> Backend:
+        """The backend.  Raises ConfigError: the model was closed."""
+        if self._dev is None:
+            raise ConfigError("the model is closed; load it again")
+        return self._dev
+
+    @property
+    def plan(self) -> list[str]:
+        """Which kernels and threads are in use, a line each."""
+        return list(self.dev.plan)
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back; the model is of no more use."""
+        if self._dev is not None:
+            self._dev.close()
+        self._dev = None
+        self._graph = self.store = None  # type: ignore[assignment]
+        self._file.close()
+
+    # running
+
+    def step(
+        self,
+        batch: Sequence[tuple[int, I32]],
+        outputs: I32,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> F32:
+        """Read tokens of some sequences; logits f32 [len(outputs), V] of those rows.
+
+        All of it counts or nothing does. Raises CacheFullError, NumericsError, CancelledError.
+        """
+        dev = self.dev
+        step = self.store.begin(batch, outputs)
+        step.cancelled = cancelled
+        try:
+            logits = dev.run(self._graph, step)
+        except BaseException:
+            self.store.abort()
+            raise
+        self.store.commit()
+        return logits
+
+    def sampler(self, sampling: SamplingConfig | None = None) -> Sampler:
+        """A sampler with these settings, or the model's own."""
+        config = sampling or self._sampling
+        suppress = list(self.tokenizer.suppress)
+        if config.ignore_eos:
+            suppress += sorted(self.tokenizer.eog)
+        return Sampler(config, self.metadata, self.n_vocab, suppress)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        sampling: SamplingConfig | None = None,
+        parse_special: bool = False,
+        keep_special: bool = False,
+    ) -> Generation:
+        """Continue a text, or token ids; the result is an iterator of pieces of text.
+
+        `stop`: strings that end it. `parse_special`: control tokens spelled in the prompt become
+        such. `keep_special`: control tokens in the answer are shown.
+        Raises, while iterating: CacheFullError, NumericsError.
+        """
+        ids = self._ids(prompt, parse_special)
+        session = Session(self)
+        return Generation(
+            self, session, ids, self.sampler(sampling), max_tokens=max_tokens, stop=stop,
+            keep_special=keep_special, on_end=lambda _: session.free(), on_failure=session.free,
+        )  # fmt: skip
+
+    def _ids(self, prompt: str | Sequence[int], parse_special: bool) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt, add_special=True, parse_special=parse_special)
+        else:
+            ids = [int(i) for i in prompt]
+            bad = [i for i in ids if not 0 <= i < self.n_vocab]
+            if bad:
+                raise ConfigError(f"there is no token {bad[0]}: ids run from 0 to {self.n_vocab - 1}")
+        if not ids:
+            raise ConfigError("the prompt has no tokens; give some text")
+        return ids
+
+    def chat(self, system: str | None = None, *, template: str | None = None) -> Chat:
+        """A conversation.  `template`: a built-in name or Jinja source, in place of the model's.
+
+        Raises TemplateError: the model has none, and none was given.
+        """
+        override = template if template is not None else self._template_override()
+        return Chat(self, select(self.metadata, override, self._file.file), system)
+
+    def _template_override(self) -> str | None:
+        given = self.load_config.chat_template
+        if given is None or not os.path.isfile(given):
+            return given
+        try:
+            return Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TemplateError(f"{given}: the template cannot be read: {error}") from error
+
+    def logits(self, tokens: Sequence[int]) -> F32:
+        """Logits f32 [tokens, V] of a text that starts here, read in batches.
+
+        Raises ConfigError: no tokens, or ids out of range; CacheFullError.
+        """
+        ids = np.array(self._ids(list(tokens), False), np.int32)
+        out = np.empty((len(ids), self.n_vocab), np.float32)
+        sequence = self.store.new_sequence()
+        try:
+            for start in range(0, len(ids), self.ubatch):
+                part = ids[start : start + self.ubatch]
+                rows = np.arange(len(part), dtype=np.int32)
+                out[start : start + len(part)] = self.step([(sequence, part)], rows)
+        finally:
+            self.store.free(sequence)
+        return out
+
+    def perplexity(
+        self,
+        text: str | bytes,
+        *,
+        ctx_size: int = 512,
+        chunks: int | None = None,
+        progress: Progress | None = None,
+    ) -> Perplexity:
+        """Perplexity of a text in chunks of `ctx_size` tokens, as llama-perplexity takes it.
+
+        `progress(chunks done, of, running estimate, seconds a chunk)`.
+        Raises ConfigError: the text is too short.
+        """
+        return measure(self, text, ctx_size, chunks, progress)
+
+    # reports
+
+    def facts(self) -> dict[str, Any]:
+        """Fields of Stats that do not change from run to run."""
+        return {
+            "load_seconds": self.load_seconds,
+            "weight_bytes": self._file.nbytes,
+            "plan": tuple(self.plan),
+            **self.dev.facts(),
+        }
+
+    def cache_facts(self) -> dict[str, int]:
+        """Fields of Stats about the cache as it is now."""
+        if self.store is None:
+            return {}
+        return {
+            "cache_bytes": self.store.nbytes,
+            "cache_reserved_bytes": self.store.reserved_nbytes,
+            "cache_f16_bytes": self.store.f16_nbytes,
+        }
+
