@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,12 @@ from pykv.backends.base import (
 )
 from pykv.backends.plan import decode
 from pykv.errors import NumericsError
+
+
+@cache
+def _format(name: str) -> Any:
+    """A cache format; the registry looks for plugins each time, which is slow for every page."""
+    return registry.find("formats", name, "cache type").FORMAT
 
 
 def page_at(address: int, n_bytes: int) -> U8:
@@ -63,7 +70,8 @@ class ReferenceBackend(Backend):
         return weight[step.tokens]
 
     def linear(self, x: F32, weight: F32, add: F32 | None = None) -> F32:  # noqa: D102
-        y: F32 = x @ weight.T
+        with np.errstate(invalid="ignore"):  # as in _attend
+            y: F32 = x @ weight.T
         return y if add is None else y + add
 
     def rms_norm(self, x: F32, weight: F32, eps: float) -> F32:  # noqa: D102
@@ -77,7 +85,8 @@ class ReferenceBackend(Backend):
         return y
 
     def geglu(self, gate: F32, up: F32) -> F32:  # noqa: D102
-        u = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
+        with np.errstate(over="ignore"):
+            u = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
         y: F32 = np.float32(0.5) * gate * (1 + np.tanh(u)) * up
         return y
 
@@ -130,8 +139,10 @@ class ReferenceBackend(Backend):
         record = step.records[layer, row]
         capacity, sinks, encoded = (int(r) for r in record[2:5])
         table = table_at(int(record[side]), shape.n_kv, capacity)
-        page = registry.find("formats", (names.page_k, names.page_v)[side], "cache type").FORMAT
-        tail = registry.find("formats", (names.tail_k, names.tail_v)[side], "cache type").FORMAT
+        page, tail = (
+            _format((k, v)[side])
+            for k, v in ((names.page_k, names.page_v), (names.tail_k, names.tail_v))
+        )
         side_name = ("key", "value")[side]
 
         def find(head: int, entry: int) -> tuple[Any, U8, int]:
@@ -201,10 +212,13 @@ class ReferenceBackend(Backend):
             keys, values = (self._read(step, layer, segment.first, s, g, n) for s in (0, 1))
             seen = visible.any(0)
             keys, values = keys[seen], values[seen]
-            for h in range(g * group, (g + 1) * group):
-                scores = np.where(visible[:, seen], q[rows, h] @ keys.T, -np.inf)
-                p = np.exp(scores - scores.max(-1, keepdims=True))
-                out[rows, h] = (p / p.sum(-1, keepdims=True)) @ values
+            # keys and values are finite, but a BLAS may load past a small array's end, and what it
+            # meets there can set the processor's flag for invalid numbers
+            with np.errstate(invalid="ignore"):
+                for h in range(g * group, (g + 1) * group):
+                    scores = np.where(visible[:, seen], q[rows, h] @ keys.T, -np.inf)
+                    p = np.exp(scores - scores.max(-1, keepdims=True))
+                    out[rows, h] = (p / p.sum(-1, keepdims=True)) @ values
 
     def _encode(self, step: Step, layer: int, moves: tuple[I64, I64]) -> None:
         shape, names = step.shapes[layer], step.formats[layer]
@@ -213,8 +227,7 @@ class ReferenceBackend(Backend):
             (shape.d_v, names.tail_v, names.page_v, "value"),
         )
         for (d, tail_name, page_name, side), side_moves in zip(sides, moves, strict=True):
-            tail = registry.find("formats", tail_name, "cache type").FORMAT
-            page = registry.find("formats", page_name, "cache type").FORMAT
+            tail, page = _format(tail_name), _format(page_name)
             for entry_address, new in side_moves:
                 entry = table_at(int(entry_address), 1, 1)
                 old = page_at(int(entry[0, 0]), tail.page_bytes(d, side, PAGE))

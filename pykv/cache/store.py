@@ -391,6 +391,8 @@ class Store:
             }
             for n_bytes, layers in self._sizes["page", side]:
                 for layer in layers:
+                    if held.first[layer] > entry:
+                        continue  # a window shorter than the residual has let go of it
                     n_kv = self.shapes[layer].n_kv
                     pool = self._pool(n_bytes)
                     fresh = pool.take(n_kv)

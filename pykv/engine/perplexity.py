@@ -62,7 +62,9 @@ def measure(
         raise ConfigError(
             f"the chunk size {ctx_size} must be 4 to {model.n_ctx} tokens, the model's context"
         )
-    tokens = np.array(model.tokenizer.encode(text, add_special=True, parse_special=False), np.int32)
+    # the text gets no BOS of its own: each chunk's first token is replaced by one, the first's too
+    ids = model.tokenizer.encode(text, add_special=False, parse_special=False)
+    tokens = np.array(ids, np.int32)
     if len(tokens) < 2 * ctx_size:
         raise ConfigError(
             f"the text has {len(tokens)} tokens, and two chunks of {ctx_size} are needed: "

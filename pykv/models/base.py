@@ -1,4 +1,4 @@
-"""What every architecture starts from: numbers from the file, weights by name, the graph's frame."""
+"""What every architecture starts from: numbers from the file, weights by name, a graph's frame."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class Graph(ABC):
 def rope_base(
     file: ModelFile, arch: str, name: str = "freq_base", default: float = 10000.0
 ) -> float:
-    """`rope.<name>`.  Raises GGUFError: not above 1, so that the pairs would not turn ever slower."""
+    """`rope.<name>`.  Raises GGUFError: not above 1, so that no pair turns slower than another."""
     base: float = file.get_float(f"{arch}.rope.{name}", default)
     if not base > 1:
         raise GGUFError(f"{file.file}: {arch}.rope.{name} is {base}, not above 1")

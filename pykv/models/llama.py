@@ -41,8 +41,7 @@ class Llama(Graph):
                 )
             factors = None
             if w.has("rope_freqs.weight"):
-                n_rot = self.file.get_int(f"{h.arch}.rope.dimension_count", h.d_k)
-                factors = decode(w.source("rope_freqs.weight", (n_rot // 2,)))
+                factors = decode(w.source("rope_freqs.weight", (h.d_k // 2,)))
             self.rope = read_rope(self.file, h, neox=False, factors=factors)
             if self.rope.n_rot != h.d_k:
                 raise GGUFError(

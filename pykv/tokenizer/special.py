@@ -9,14 +9,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 BLANKS = b" \t\n\v\f\r"
 Range = tuple[int, int]
 LEAF = 4  # tokens of a node that are tried one by one
 
 
-@dataclass(frozen=True)
-class Special:
+class Special(NamedTuple):
     """One token that is matched as a text: guarded ones only where the caller parses specials."""
 
     text: bytes

@@ -180,7 +180,7 @@ def read_vocab(
             "be unique; convert the model again"
         )
     raw_types = numbers(metadata, "token_type", n, where)
-    types = [int(t) for t in raw_types] if raw_types is not None else [NORMAL] * n
+    types = [NORMAL] * n if raw_types is None else list(map(int, raw_types))
     special = special_ids(metadata, model, n, where)
     structural = {ids[t] for t in _known(ids, ALWAYS_PRINTED) if types[ids[t]] == CONTROL}
     eog = _end_of_generation(ids, types, special)
