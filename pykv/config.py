@@ -48,8 +48,10 @@ class LoadConfig:
     chat_template: str | None = None  # a built-in name or a file, in place of the model's own
 
     def __post_init__(self) -> None:
-        _check(self.threads is None or 1 <= self.threads <= 1024,
-               f"threads must be 1 to 1024, not {self.threads}")
+        _check(
+            self.threads is None or 1 <= self.threads <= 1024,
+            f"threads must be 1 to 1024, not {self.threads}",
+        )
         _check(self.ctx_size >= 0, f"ctx-size must be 0 or more tokens, not {self.ctx_size}")
         _check(self.batch >= 1, f"batch-size must be 1 or more tokens, not {self.batch}")
         _check(self.ubatch >= 1, f"ubatch-size must be 1 or more tokens, not {self.ubatch}")

@@ -79,7 +79,7 @@ class CpuBackend(Backend):
         self._blas = BlasThreads(self.threads)
         self._lock = threading.Lock()
         self._weights: list[Weight] = []
-        self._programs: dict[tuple[int, int, int], tuple[Program, Buffer, CpuAttention, Step]] = {}
+        self._programs: dict[tuple[Any, ...], tuple[Program, Buffer, CpuAttention, Step]] = {}
         self._program = self._new_program()
         self._attention: CpuAttention | None = None
         self._clamped: set[int] = set()
@@ -131,7 +131,8 @@ class CpuBackend(Backend):
         return Program(self.kernels.run, self.threads)
 
     def _replay(self, graph: Any, step: Step) -> F32:
-        key = (step.n_rows, len(step.outputs), CpuAttention.capacity(step))
+        formats = tuple(step.formats)
+        key = (step.n_rows, len(step.outputs), CpuAttention.capacity(step), formats)
         if key not in self._programs:
             self._program, self.arena = self._new_program(), Arena()
             self._program.keep(self.arena)
@@ -251,7 +252,7 @@ class CpuBackend(Backend):
         out, n = self.buffer(*x.shape), x.shape[-1]
         rows = int(np.prod(x.shape[:-1]))
         per_task = max(1, 16384 // n)
-        self.emit("rms_norm", -(-rows // per_task), x, weight, out, n, per_task, rows, eps)
+        self.emit("rms_norm", -(-rows // per_task), x, weight, out, n, per_task, rows, float(eps))
         return out
 
     def attention(  # noqa: D102
@@ -285,12 +286,12 @@ class CpuBackend(Backend):
 
     def scale(self, x: Array, factor: float) -> Array:  # noqa: D102
         out = self.buffer(*x.shape)
-        self.emit("add", 1, x, 0, out, int(np.prod(x.shape)), factor)
+        self.emit("add", 1, x, 0, out, int(np.prod(x.shape)), float(factor))
         return out
 
     def softcap(self, x: Array, limit: float) -> Array:  # noqa: D102
         out = self.buffer(*x.shape)
-        self.emit("softcap", 1, x, out, int(np.prod(x.shape)), limit)
+        self.emit("softcap", 1, x, out, int(np.prod(x.shape)), float(limit))
         return out
 
     def take_rows(self, x: Array, step: Step) -> Array:  # noqa: D102

@@ -120,7 +120,7 @@ class CpuAttention:
         rows, heads, d = x.shape
         if rope is None:
             if scale != 1.0:
-                self._backend.emit("add", 1, x, 0, x, rows * heads * d, scale)
+                self._backend.emit("add", 1, x, 0, x, rows * heads * d, float(scale))
             return
         if id(rope) not in self._ropes:
             self._ropes[id(rope)] = (rope, *rope.tables(self.step.positions))

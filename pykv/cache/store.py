@@ -55,7 +55,8 @@ def formats_of(config: CacheConfig) -> CacheFormats:
             )
         if config.tail_type is not None and config.tail_type not in TAIL_TYPES:
             raise ConfigError(
-                f"kv tail type '{config.tail_type}' is unknown; it is one of {', '.join(TAIL_TYPES)}"
+                f"kv tail type '{config.tail_type}' is unknown; "
+                f"it is one of {', '.join(TAIL_TYPES)}"
             )
         tails.append(config.tail_type or (name if name in ("f32", "bf16") else "f16"))
     return CacheFormats(config.type_k, config.type_v, *tails)
@@ -65,10 +66,11 @@ def residual_of(config: CacheConfig) -> int:
     """Newest tokens that stay exact: the flag, or the larger of the two formats' defaults."""
     if config.residual is not None:
         return config.residual
-    return max(
+    residuals: list[int] = [
         registry.find("formats", name, "cache type").FORMAT.residual
         for name in (config.type_k, config.type_v)
-    )
+    ]
+    return max(residuals)
 
 
 @dataclass
@@ -372,9 +374,7 @@ class Store:
             done, number = done + take, number + 1
         held.tokens, held.encoded = held.tokens + count, encoded
 
-    def _encode_entry(
-        self, held: _Sequence, entry: int, undo: _Undo
-    ) -> list[tuple[I64, I64]]:
+    def _encode_entry(self, held: _Sequence, entry: int, undo: _Undo) -> list[tuple[I64, I64]]:
         """New pages for a table entry: per layer and side, where the old stand and the new go."""
         moves: list[list[I64]] = [[], []]
         pairs = (
@@ -462,7 +462,7 @@ class Store:
     def estimate(self, n: int) -> int:
         """Bytes that one sequence of n tokens takes, and its slabs' last pages."""
         total = 0
-        for (kind, side), sizes in self._sizes.items():
+        for (kind, _), sizes in self._sizes.items():
             for n_bytes, layers in sizes:
                 for layer in layers:
                     shape = self.shapes[layer]

@@ -1,15 +1,17 @@
 """A conversation: messages on one side, a cached sequence on the other.
 
-Before each turn the sequence is forked, which costs at most a partly filled page; a stopped prompt,
-`undo` and `retry` go back to that fork. After a turn only the new text is read: the rendering so
-far, plus the answer as it was generated, must be a prefix of the new rendering. Where a template
-rewrites the past it is not, and the longest common run of tokens is kept instead.
+Each turn is computed on a fork, which costs at most a partly filled page, and counts once its
+prompt was read; until then the conversation is as it was. The state before each turn is kept, for
+`undo` and `retry`. After a turn only the new text is read: the rendering so far, plus the answer as
+it was generated, must be a prefix of the new rendering. Where a template rewrites the past it is
+not, and the longest common run of tokens is kept instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pykv.engine.session import Generation, Session
@@ -22,119 +24,145 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Turn:
-    """The state before a message: what to go back to."""
+class _State:
+    """The conversation at one point, and what the cache holds of it."""
 
     session: Session
     messages: list[dict[str, str]]
-    text: str | None
+    text: str | None = None  # what the tokens are, rendered; None: not known exactly
+    unread: list[int] = field(default_factory=list)  # the last of the text, not yet in the cache
 
 
 class Chat:
-    """A conversation with a model.  `messages` are dicts of `role` and `content`."""
+    """A conversation with a model.  `messages` are dicts of `role` and `content`.
+
+    One answer at a time: whatever changes the conversation closes an answer that still runs.
+    """
 
     def __init__(self, model: Model, template: ChatTemplate, system: str | None) -> None:
         self._model, self._template = model, template
-        self.messages: list[dict[str, str]] = []
         self.stats: Stats | None = None
-        self._session = Session(model)
-        self._text: str | None = ""  # what the sequence holds, rendered; None: not known exactly
-        self._turns: list[_Turn] = []
+        self._now = _State(Session(model), [])
+        self._turns: list[_State] = []  # the states before each turn
+        self._running: Callable[[], Generation | None] = lambda: None
         self.set_system(system)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """What was said so far, the system message first."""
+        return list(self._now.messages)
 
     def set_system(self, text: str | None) -> None:
         """Set the system message, or remove it; the next answer reads the conversation anew."""
-        rest = [m for m in self.messages if m["role"] != "system"]
+        self._stop_running()
         first = [{"role": "system", "content": text}] if text else []
-        self.messages = first + rest
-        for turn in self._turns:
-            turn.messages = first + [m for m in turn.messages if m["role"] != "system"]
-            turn.text = None
-        self._text = None if self._session.tokens else ""
+        for state in [*self._turns, self._now]:
+            state.messages = first + [m for m in state.messages if m["role"] != "system"]
+            state.text = None
 
     def clear(self) -> None:
         """Forget the conversation; the system message stays."""
-        for turn in self._turns:
-            turn.session.free()
-        self._turns = []
-        self._session.free()
-        self._session, self._text = Session(self._model), ""
-        self.messages = [m for m in self.messages if m["role"] == "system"]
+        self._stop_running()
+        for state in [*self._turns, self._now]:
+            state.session.free()
+        system = [m for m in self._now.messages if m["role"] == "system"]
+        self._turns, self._now = [], _State(Session(self._model), system)
 
     def undo(self) -> bool:
         """Take back the last message and its answer.  False: there is none."""
+        self._stop_running()
         if not self._turns:
             return False
-        turn = self._turns.pop()
-        self._session.free()
-        self._session, self.messages, self._text = turn.session, turn.messages, turn.text
+        self._now.session.free()
+        self._now = self._turns.pop()
         return True
 
     def retry(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Generation:
         """Answer the last message again.  Raises ConfigError: there is none."""
-        said = [m["content"] for m in self.messages if m["role"] == "user"]
-        if not self.undo():
+        self._stop_running()
+        if not self._turns:
             raise ConfigError("there is no message to answer again")
-        return self.send(said[-1], max_tokens=max_tokens, stop=stop)
+        said = [m["content"] for m in self._now.messages if m["role"] == "user"]
+        return self._answer(self._turns[-1], said[-1], max_tokens, stop)
 
     def send(
         self, text: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Generation:
         """Say something; the answer streams from the result.
 
-        The turn counts once its prompt was read. Raises TemplateError: the template refuses it.
+        The turn counts once its prompt was read. Raises TemplateError: the template refuses it;
+        while iterating, CacheFullError: the conversation does not fit the context.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
+        self._stop_running()
+        return self._answer(self._now, text, max_tokens, stop)
+
+    def _stop_running(self) -> None:
+        generation = self._running()
+        if generation is not None:
+            generation.close()
+
+    def _answer(
+        self, base: _State, said: str, max_tokens: int | None, stop: Sequence[str]
+    ) -> Generation:
+        """An answer to `said` after `base`, which is the present state or the one before it."""
+        messages = [*base.messages, {"role": "user", "content": said}]
         controls = self._model.tokenizer.controls_in
         spans = self._template.render(messages, add_generation_prompt=True, controls=controls)
         rendered = "".join(s.text for s in spans)
-        turn = _Turn(self._session.fork(), list(self.messages), self._text)
-        try:
-            prompt = self._new_tokens(messages, spans, rendered)
-        except BaseException:
-            self._go_back(turn)
-            raise
+        wanted = self._wanted(base, messages, spans, rendered)
+
+        def start() -> tuple[Session, list[int]]:
+            session = base.session.fork()
+            # one token at least must be read, for the logits after it
+            kept = session.truncate(min(_common(session.tokens, wanted), len(wanted) - 1))
+            return session, wanted[kept:]
 
         def end(generation: Generation) -> None:
             self.stats = generation.stats
-            if not generation.prompt_read:
+            session = generation.session
+            if session is None or not generation.prompt_read:
+                if session is not None:
+                    session.free()
                 return
-            self._turns.append(turn)
-            self.messages = [*messages, {"role": "assistant", "content": generation.text}]
-            # the last token may not have been read, and a stop string is no part of the answer
-            read = self._session.tokens[-len(generation.tokens) :] if generation.tokens else []
-            exact = read == generation.tokens and not generation.stopped_by_text
-            whole = self._model.tokenizer.decode(generation.tokens) == generation.text
-            self._text = rendered + generation.text if exact and whole else None
+            if base is self._now:
+                self._turns.append(base)
+            else:  # a second answer takes the place of the first
+                self._now.session.free()
+            answer = {"role": "assistant", "content": generation.text}
+            self._now = _State(session, [*messages, answer])
+            # a stop string is no part of the answer, but among its tokens
+            if self._model.tokenizer.decode(generation.tokens) == generation.text:
+                n_read = len(session) - generation.stats.prompt_tokens
+                self._now.text = rendered + generation.text
+                self._now.unread = generation.tokens[n_read:]
 
-        return Generation(
-            self._model, self._session, prompt, self._model.sampler(),
-            max_tokens=max_tokens, stop=stop, on_end=end, on_failure=lambda: self._go_back(turn),
-        )  # fmt: skip
+        generation = Generation(
+            self._model, start, self._model.sampler(), max_tokens=max_tokens, stop=stop, on_end=end
+        )
+        self._running = weakref.ref(generation)
+        return generation
 
-    def _go_back(self, turn: _Turn) -> None:
-        self._session.free()
-        self._session, self._text = turn.session, turn.text
-
-    def _new_tokens(
-        self, messages: list[dict[str, str]], spans: Sequence[Span], rendered: str
+    def _wanted(
+        self, base: _State, messages: list[dict[str, str]], spans: list[Span], rendered: str
     ) -> list[int]:
-        """Tokens to read so that the sequence holds the rendering; it may be cut first."""
+        """The tokens of the rendering; what was generated stays as it was generated."""
         tokenizer = self._model.tokenizer
-        if self._text and rendered.startswith(self._text):
-            rest = tokenizer.encode_spans(_after(spans, len(self._text)), add_special=False)
+        if base.text is not None and rendered.startswith(base.text):
+            rest = tokenizer.encode_spans(_after(spans, len(base.text)), add_special=False)
             # only a control token parts texts so that each may be tokenised by itself
             if rest and tokenizer.is_control(rest[0]):
-                return rest
-        wanted = encode_chat(tokenizer, self._template, messages)
-        common = 0
-        for have, want in zip(self._session.tokens, wanted, strict=False):
-            if have != want:
-                break
-            common += 1
-        # one token at least must be read, for the logits after it
-        kept = self._session.truncate(min(common, len(wanted) - 1))
-        return wanted[kept:]
+                return base.session.tokens + base.unread + rest
+        return encode_chat(tokenizer, self._template, messages)
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
 
 
 def _after(spans: Sequence[Span], n: int) -> list[Span]:

@@ -70,18 +70,20 @@ def check(
         f"weights {weight_bytes / _MIB:,.0f} MiB, cache of {n_ctx:,} tokens "
         f"{cache_bytes(n_ctx) / _MIB:,.0f} MiB, scratch {scratch_bytes / _MIB:,.0f} MiB"
     )
-    low, high = 0, n_ctx // _STEP
+    low, high = 0, n_ctx
     while low < high:  # the largest context that fits
         middle = (low + high + 1) // 2
-        if fixed + cache_bytes(middle * _STEP) <= free:
+        if fixed + cache_bytes(middle) <= free:
             low = middle
         else:
             high = middle - 1
+    low = low // _STEP * _STEP or low
     advice = (
-        f"{flags[0]} {low * _STEP} would fit, and so may a smaller {flags[1]} and {flags[2]}"
+        f"{flags[0]} {low} would fit, and so may a smaller {flags[1]} and {flags[2]}"
         if low
         else "no context would fit: use a smaller model, or one with smaller weights"
     )
     raise OutOfMemoryError(
-        f"{file} does not fit the {free / _MIB:,.0f} MiB of memory that are free ({sizes}); {advice}"
+        f"{file} does not fit the {free / _MIB:,.0f} MiB of memory that are free ({sizes}); "
+        f"{advice}"
     )

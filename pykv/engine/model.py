@@ -22,7 +22,7 @@ from pykv.engine.chat import Chat
 from pykv.engine.perplexity import Perplexity, Progress, measure
 from pykv.engine.sampler import Sampler
 from pykv.engine.session import Generation, Session
-from pykv.errors import ConfigError, TemplateError
+from pykv.errors import CacheFullError, ConfigError, TemplateError
 from pykv.gguf import GGUFFile, open_gguf
 from pykv.tokenizer import Tokenizer, from_metadata, select
 
@@ -108,6 +108,7 @@ class Model:
         self._sampling = sampling
         self._file: GGUFFile = open_gguf(path)
         self._dev: Backend | None = None
+        self._store: Store | None = None
         try:
             self.metadata = self._file.metadata
             self.architecture: str = self._file.get_str("general.architecture")
@@ -132,7 +133,7 @@ class Model:
                 self._file.file, trained,
             )  # fmt: skip
         self.ubatch = min(load.ubatch, load.batch, self.n_ctx)
-        self.store = Store(self._graph.shapes, self.config, self.n_ctx)
+        self._store = Store(self._graph.shapes, self.config, self.n_ctx)
         if load.check_memory:
             memory.check(
                 self._file.file, self._file.nbytes, self._scratch_bytes(), self.n_ctx,
@@ -144,7 +145,8 @@ class Model:
         """About what a batch of `ubatch` tokens computes in, and the process itself."""
         h = self._graph.h
         row = 6 * h.n_embd + 3 * max(h.n_ff) + 3 * max(h.n_head) * h.d_k
-        return self.ubatch * row * 4 + self.n_vocab * 8 + (64 << 20)
+        total: int = self.ubatch * row * 4 + self.n_vocab * 8 + (64 << 20)
+        return total
 
     @property
     def dev(self) -> Backend:
@@ -152,6 +154,18 @@ class Model:
         if self._dev is None:
             raise ConfigError("the model is closed; load it again")
         return self._dev
+
+    @property
+    def store(self) -> Store:
+        """The cache.  Raises ConfigError: the model was closed."""
+        if self._store is None:
+            raise ConfigError("the model is closed; load it again")
+        return self._store
+
+    @property
+    def closed(self) -> bool:
+        """Whether the model was closed."""
+        return self._store is None
 
     @property
     def plan(self) -> list[str]:
@@ -174,7 +188,7 @@ class Model:
         if self._dev is not None:
             self._dev.close()
         self._dev = None
-        self._graph = self.store = None  # type: ignore[assignment]
+        self._graph = self._store = None
         self._file.close()
 
     # running
@@ -189,15 +203,15 @@ class Model:
 
         All of it counts or nothing does. Raises CacheFullError, NumericsError, CancelledError.
         """
-        dev = self.dev
-        step = self.store.begin(batch, outputs)
-        step.cancelled = cancelled
+        dev, store = self.dev, self.store
         try:
+            step = store.begin(batch, outputs)
+            step.cancelled = cancelled
             logits = dev.run(self._graph, step)
         except BaseException:
-            self.store.abort()
+            store.abort()
             raise
-        self.store.commit()
+        store.commit()
         return logits
 
     def sampler(self, sampling: SamplingConfig | None = None) -> Sampler:
@@ -210,7 +224,7 @@ class Model:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | bytes | Sequence[int],
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
@@ -225,20 +239,21 @@ class Model:
         Raises, while iterating: CacheFullError, NumericsError.
         """
         ids = self._ids(prompt, parse_special)
-        session = Session(self)
         return Generation(
-            self, session, ids, self.sampler(sampling), max_tokens=max_tokens, stop=stop,
-            keep_special=keep_special, on_end=lambda _: session.free(), on_failure=session.free,
+            self, lambda: (Session(self), ids), self.sampler(sampling), max_tokens=max_tokens,
+            stop=stop, keep_special=keep_special,
         )  # fmt: skip
 
-    def _ids(self, prompt: str | Sequence[int], parse_special: bool) -> list[int]:
-        if isinstance(prompt, str):
+    def _ids(self, prompt: str | bytes | Sequence[int], parse_special: bool) -> list[int]:
+        if isinstance(prompt, str | bytes):
             ids = self.tokenizer.encode(prompt, add_special=True, parse_special=parse_special)
         else:
             ids = [int(i) for i in prompt]
             bad = [i for i in ids if not 0 <= i < self.n_vocab]
             if bad:
-                raise ConfigError(f"there is no token {bad[0]}: ids run from 0 to {self.n_vocab - 1}")
+                raise ConfigError(
+                    f"there is no token {bad[0]}: ids run from 0 to {self.n_vocab - 1}"
+                )
         if not ids:
             raise ConfigError("the prompt has no tokens; give some text")
         return ids
@@ -266,6 +281,11 @@ class Model:
         Raises ConfigError: no tokens, or ids out of range; CacheFullError.
         """
         ids = np.array(self._ids(list(tokens), False), np.int32)
+        if len(ids) > self.n_ctx:
+            raise CacheFullError(
+                f"the text has {len(ids):,} tokens, and {self.n_ctx:,} fit the context; "
+                "raise ctx_size or shorten it"
+            )
         out = np.empty((len(ids), self.n_vocab), np.float32)
         sequence = self.store.new_sequence()
         try:
@@ -305,11 +325,8 @@ class Model:
 
     def cache_facts(self) -> dict[str, int]:
         """Fields of Stats about the cache as it is now."""
-        if self.store is None:
-            return {}
         return {
             "cache_bytes": self.store.nbytes,
             "cache_reserved_bytes": self.store.reserved_nbytes,
             "cache_f16_bytes": self.store.f16_nbytes,
         }
-

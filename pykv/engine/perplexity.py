@@ -40,7 +40,9 @@ def negative_log_likelihoods(logits: F32, targets: I32) -> NDArray[np.float64]:
     nll = np.empty(len(targets))
     for i, (row, target) in enumerate(zip(logits, targets, strict=True)):
         top = row.max()
-        total = np.exp(row - top).sum(dtype=np.float64)
+        # infinity less infinity shows in the sum, and a far lower logit may well become -infinity
+        with np.errstate(invalid="ignore", over="ignore"):
+            total = np.exp(row - top).sum(dtype=np.float64)
         nll[i] = np.log(total) - (float(row[target]) - float(top))
     if not np.isfinite(nll).all():
         raise NumericsError("the model's logits hold NaN or infinity; its file may be damaged")
@@ -56,12 +58,15 @@ def measure(
 ) -> Perplexity:
     """Perplexity of a text in chunks of `ctx_size` tokens.
 
-    Raises ConfigError: the text is shorter than two chunks, or a chunk does not fit the context.
+    Raises ConfigError: the text is shorter than two chunks, a chunk does not fit the context, or
+    `chunks` is none; NumericsError: logits are not finite.
     """
     if not 4 <= ctx_size <= model.n_ctx:
         raise ConfigError(
             f"the chunk size {ctx_size} must be 4 to {model.n_ctx} tokens, the model's context"
         )
+    if chunks is not None and chunks < 1:
+        raise ConfigError(f"chunks must be 1 or more, or None for all, not {chunks}")
     # the text gets no BOS of its own: each chunk's first token is replaced by one, the first's too
     ids = model.tokenizer.encode(text, add_special=False, parse_special=False)
     tokens = np.array(ids, np.int32)

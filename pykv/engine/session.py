@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,41 +19,55 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A sequence's tokens and the logits after the last of them."""
+    """The tokens of a sequence.  Its pages go back when it is freed or dropped."""
+
+    _number: int | None = None  # None: freed
 
     def __init__(self, model: Model) -> None:
         self._model = model
+        self._fed: list[int] = []  # tokens handed to the model
         self._number = model.store.new_sequence()
-        self.tokens: list[int] = []
-        self.logits: F32 | None = None  # [V], after the last token
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return 0 if self._number is None else self._model.store.length(self._number)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that the cache holds."""
+        # an interrupt may come before or after a batch counts; the store knows which
+        return self._fed[: len(self)]
 
     def fork(self) -> Session:
         """Another session with the same tokens, sharing their pages."""
         other = object.__new__(Session)
-        other._model, other.tokens, other.logits = self._model, list(self.tokens), self.logits
-        other._number = self._model.store.fork(self._number)
+        other._model, other._fed = self._model, self.tokens
+        if self._number is not None:
+            other._number = self._model.store.fork(self._number)
         return other
 
     def free(self) -> None:
         """Give back the pages; the session is of no more use."""
-        self._model.store.free(self._number)
+        number, self._number = self._number, None
+        if number is not None and not self._model.closed:
+            self._model.store.free(number)
+
+    def __del__(self) -> None:
+        self.free()
 
     def truncate(self, n: int) -> int:
         """Go back to n tokens, or to fewer where the cache cannot; returns how many stay."""
-        if n < len(self.tokens):
-            kept = self._model.store.truncate(self._number, n)
-            self.tokens, self.logits = self.tokens[:kept], None
-        return len(self.tokens)
+        if self._number is not None and n < len(self):
+            self._model.store.truncate(self._number, n)
+        return len(self)
 
     def read(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> F32:
-        """Add tokens; returns the logits [V] after the last.
+        """Add tokens, one at least; returns the logits [V] after the last.
 
-        Raises CacheFullError, CancelledError: whole batches that were read stay.
+        Raises CacheFullError, CancelledError, NumericsError: whole batches that were read stay.
         """
-        room = self._model.n_ctx - len(self.tokens)
+        if self._number is None or not tokens:
+            raise ConfigError("there is nothing to read: the prompt has no tokens")
+        room = self._model.n_ctx - len(self)
         if len(tokens) > room:
             raise CacheFullError(
                 f"the text is too long: {len(tokens):,} tokens are to be read, and {room:,} of the "
@@ -62,11 +76,10 @@ class Session:
         for start in range(0, len(tokens), self._model.ubatch):
             part = np.asarray(tokens[start : start + self._model.ubatch], np.int32)
             last = np.array([len(part) - 1], np.int32)
-            self.logits = self._model.step([(self._number, part)], last, cancelled)[0]
-            self.tokens.extend(part.tolist())
-        if self.logits is None:
-            raise ConfigError("there is nothing to read: the prompt has no tokens")
-        return self.logits
+            self._fed[len(self) :] = part.tolist()
+            logits = self._model.step([(self._number, part)], last, cancelled)
+        after: F32 = logits[0]
+        return after
 
 
 class StopText:
@@ -102,121 +115,134 @@ class StopText:
 
 
 class Generation:
-    """An iterator of pieces of text.  `text`, `tokens` and `stats` grow while it runs."""
+    """An iterator of pieces of text.  `text`, `tokens` and `stats` grow while it runs.
+
+    `start` opens the session and says what to read, once iteration begins. `on_end` is called
+    once, after the last token, also when an error or `close` ends it, and takes the session over;
+    without it the session is freed. `prompt_read`: whether there was an answer at all. Dropping a
+    generation closes it.
+    """
+
+    _finish: Finish | None = "cancelled"  # why it ended; None: it goes on
 
     def __init__(
         self,
         model: Model,
-        session: Session,
-        prompt: Sequence[int],
+        start: Callable[[], tuple[Session, Sequence[int]]],
         sampler: Sampler,
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         keep_special: bool = False,
-        history: Sequence[int] = (),
         on_end: Callable[[Generation], None] | None = None,
-        on_failure: Callable[[], None] | None = None,
     ) -> None:
-        self._model, self._session, self._prompt = model, session, prompt
-        self._sampler, self._max = sampler, max_tokens
-        self._stop, self._decoder = StopText(stop), model.tokenizer.stream(special=keep_special)
-        self._on_end, self._on_failure = on_end, on_failure
-        self._cancelled = False
+        if max_tokens is not None and max_tokens < 0:
+            raise ConfigError(f"max_tokens must be 0 or more, or None, not {max_tokens}")
+        self._model, self._start, self._sampler = model, start, sampler
+        self._max, self._on_end = max_tokens, on_end
+        self._stop = StopText((stop,) if isinstance(stop, str) else stop)
+        self._decoder = model.tokenizer.stream(special=keep_special)
+        self._cancelled, self._spent = False, 0.0  # seconds, the prompt's included
+        self.session: Session | None = None  # None before the first piece
         self.text = ""
         self.tokens: list[int] = []
         self.prompt_read = self.stopped_by_text = False
-        self.stats = Stats(
-            prompt_tokens=len(session) + len(prompt), cached_tokens=len(session),
-            seed=sampler.seed, **model.facts(),
-        )  # fmt: skip
-        sampler.accept([*history, *session.tokens, *prompt])
-        self._pieces = self._run()
+        self.stats = Stats(seed=sampler.seed, **model.facts())
+        self._finish = None
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        if self._finish is not None:
+            raise StopIteration
+        piece, began = "", time.perf_counter()
+        try:
+            while self._finish is None and not piece:
+                piece = self._advance()
+                self.text += piece
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._spent += time.perf_counter() - began
+            self.stats = replace(
+                self.stats, generated_tokens=len(self.tokens),
+                generated_seconds=self._spent - self.stats.prompt_seconds,
+            )  # fmt: skip
+        if self._finish is not None:
+            self._conclude()
+        if not piece:
+            raise StopIteration
+        return piece
 
     def cancel(self) -> None:
         """Stop soon; may be called from a signal handler or another thread."""
         self._cancelled = True
 
-    def _run(self) -> Iterator[str]:
-        started = time.perf_counter()
-        try:
-            logits = self._session.read(self._prompt, lambda: self._cancelled)
-        except BaseException as error:
-            if self._on_failure is not None:
-                self._on_failure()
-            if isinstance(error, CancelledError):
-                self._finish("cancelled")
-                return
-            raise
-        self.prompt_read = True
-        self.stats = replace(self.stats, prompt_seconds=time.perf_counter() - started)
-        started, finish = time.perf_counter(), "length"
-        try:
-            while self._max is None or len(self.tokens) < self._max:
-                if self._cancelled:
-                    finish = "cancelled"
-                    break
-                token = self._sampler.sample(logits)
-                if token in self._model.tokenizer.eog:
-                    finish = "stop"
-                    break
-                self._sampler.accept([token])
-                self.tokens.append(token)
-                shown, met = self._stop.push(self._decoder.push(token))
-                self._count(started)
-                if shown:
-                    self.text += shown
-                    yield shown
-                if met:
-                    finish, self.stopped_by_text = "stop", True
-                    break
-                if self._max is not None and len(self.tokens) >= self._max:
-                    break
-                try:
-                    logits = self._session.read([token], lambda: self._cancelled)
-                except CacheFullError:
-                    finish = "context"
-                    break
-                except CancelledError:
-                    finish = "cancelled"
-                    break
-            rest = "" if self.stopped_by_text else self._rest()
-            self._count(started)
-            if rest:
-                self.text += rest
-                yield rest
-        except BaseException:
-            self._finish("cancelled")
-            raise
-        self._finish(finish)
-
-    def _rest(self) -> str:
-        """What the decoder and the stop strings still hold."""
-        shown, met = self._stop.push(self._decoder.flush())
-        self.stopped_by_text = met
-        return shown if met else shown + self._stop.flush()
-
-    def _count(self, started: float) -> None:
-        seconds = time.perf_counter() - started
-        self.stats = replace(
-            self.stats, generated_tokens=len(self.tokens), generated_seconds=seconds
-        )
-
-    def _finish(self, finish: str) -> None:
-        known: dict[str, Finish] = {
-            "stop": "stop", "length": "length", "context": "context", "cancelled": "cancelled",
-        }  # fmt: skip
-        self.stats = replace(self.stats, finish=known[finish], **self._model.cache_facts())
-        if self._on_end is not None:
-            ended, self._on_end = self._on_end, None
-            ended(self)
-
     def close(self) -> None:
         """Stop now; what was generated so far counts."""
-        self._pieces.close()  # type: ignore[attr-defined]
+        if self._finish is None:
+            self._finish = "cancelled"
+            self._conclude()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _advance(self) -> str:
+        """One token further; the text that may be shown then."""
+        try:
+            if self._cancelled:
+                return self._ended("cancelled")
+            logits = self._read()
+        except CancelledError:
+            return self._ended("cancelled")
+        except CacheFullError:
+            if not self.prompt_read:
+                raise
+            return self._ended("context")
+        if self._max == 0:
+            self.prompt_read = True
+            return self._ended("length")
+        token = self._sampler.sample(logits)
+        self.prompt_read = True
+        if token in self._model.tokenizer.eog:
+            return self._ended("stop")
+        self._sampler.accept([token])
+        self.tokens.append(token)
+        shown, met = self._stop.push(self._decoder.push(token))
+        if met:
+            self._finish, self.stopped_by_text = "stop", True
+        elif len(self.tokens) == self._max:
+            shown += self._ended("length")
+        return shown
+
+    def _read(self) -> F32:
+        """Logits after the last token, or after the prompt."""
+        if self.session is not None:
+            return self.session.read(self.tokens[-1:], lambda: self._cancelled)
+        began = time.perf_counter()
+        self.session, prompt = self._start()
+        self._sampler.accept([*self.session.tokens, *prompt])
+        cached = len(self.session)
+        n = cached + len(prompt)
+        self.stats = replace(self.stats, prompt_tokens=n, cached_tokens=cached)
+        logits = self.session.read(prompt, lambda: self._cancelled)
+        self.stats = replace(self.stats, prompt_seconds=time.perf_counter() - began)
+        return logits
+
+    def _ended(self, finish: Finish) -> str:
+        """Note down why it ended; returns what the decoder and the stop strings still hold."""
+        shown, self.stopped_by_text = self._stop.push(self._decoder.flush())
+        self._finish = "stop" if self.stopped_by_text else finish
+        return shown + self._stop.flush()
+
+    def _conclude(self) -> None:
+        on_end, self._on_end = self._on_end, None
+        if not self._model.closed:
+            facts: dict[str, Any] = self._model.cache_facts()
+            self.stats = replace(self.stats, finish=self._finish, **facts)
+            if on_end is not None:
+                on_end(self)
+            elif self.session is not None:
+                self.session.free()

@@ -14,6 +14,7 @@ Source: numba/core/caching.py, `_CacheLocator` and `FunctionCache` (the hooks us
 from __future__ import annotations
 
 import hashlib
+import pickle
 import sys
 import time
 import types
@@ -25,7 +26,12 @@ import llvmlite
 import numba
 import platformdirs
 from numba import njit
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    IndexDataCacheFile,
+    _CacheLocator,
+)
 from numba.core.ccallback import CFunc
 
 # "contract", "reassoc" and their like are absent on purpose: a kernel says `fma` where it wants
@@ -33,7 +39,8 @@ from numba.core.ccallback import CFunc
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True}
 SIGNATURE = numba.types.void(numba.types.intp, numba.types.intp, numba.types.intp)
 
-device = njit(**OPTIONS)  # a function that kernels call; it is inlined, never called from Python
+device = njit(**OPTIONS)  # a function that kernels call; never called from Python
+inlined = njit(**OPTIONS, forceinline=True)  # the same, where a call would cost
 
 
 class Compiled:
@@ -95,11 +102,36 @@ class _Impl(CompileResultCacheImpl):  # type: ignore[misc]
     _locator_classes = [_Locator]
 
 
+class _File(IndexDataCacheFile):  # type: ignore[misc]
+    """A kernel's index and data, each with a hash at its end; what is damaged counts as absent."""
+
+    def _dump(self, obj: Any) -> bytes:
+        data: bytes = super()._dump(obj)
+        return data + hashlib.sha256(data).digest()
+
+    def _load_data(self, name: str) -> Any:
+        data = Path(self._data_path(name)).read_bytes()
+        if hashlib.sha256(data[:-32]).digest() != data[-32:]:
+            raise FileNotFoundError(f"{name} is damaged")
+        return pickle.loads(data[:-32])
+
+    def _load_index(self) -> Any:
+        try:
+            return self._load_data(self._index_name)
+        except OSError:
+            return {}
+
+    def _save_index(self, overloads: Any) -> None:
+        self._save_data(self._index_name, overloads)
+
+
 class _Cache(FunctionCache):  # type: ignore[misc]
     _impl_class = _Impl
 
     def __init__(self, py_func: Any) -> None:
         super().__init__(py_func)
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = _File(self._cache_path, self._impl.filename_base, stamp)
         self._kernel = py_func.__qualname__
         self._started = 0.0
 

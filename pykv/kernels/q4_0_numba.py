@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from numba import float32
 
-from pykv.kernels.jit_numba import device
-from pykv.kernels.simd import field, fma, load_u8, scalar_f16, splat, to_f32
+from pykv.kernels.jit_numba import device, inlined
+from pykv.kernels.simd import (
+    field,
+    fma,
+    load_f32,
+    load_u8,
+    scalar_f16,
+    splat,
+    to_f32,
+)
+from pykv.kernels.simd_int import bits, load_4x16, spread
+from pykv.kernels.vnni_numba import HALVES, OFFSETS_AT, SCALES_AT, both_products, single_scales
 
 BLOCK_LEN, BLOCK_BYTES = 32, 18
 
@@ -18,3 +30,29 @@ def unpack(block, part):
     scale, zero = splat(d), splat(d * float32(-8))
     low = fma(to_f32(field(codes, 0, 4)), scale, zero)
     return low, fma(to_f32(field(codes, 4, 4)), scale, zero)
+
+
+# through byte products: see vnni_numba.py
+LAYOUT, RANGE, ZERO = HALVES, np.float32(1 << 22), np.float32(-8)
+QUARTERS = 16  # blocks in four groups
+
+
+@inlined
+def group_scales(row, first, count, out):
+    """The scale of each block."""
+    single_scales(row + first * BLOCK_BYTES, BLOCK_BYTES, count, out)
+
+
+@inlined
+def group_dot(acc, row, group, n_blocks, x, scales, place):
+    """Four blocks."""
+    b, last = group * 4, n_blocks - 1
+    codes = load_4x16(
+        row + b * BLOCK_BYTES + 2,
+        row + min(b + 1, last) * BLOCK_BYTES + 2,
+        row + min(b + 2, last) * BLOCK_BYTES + 2,
+        row + min(b + 3, last) * BLOCK_BYTES + 2,
+    )
+    sums = to_f32(both_products(bits(codes, 0, 4), bits(codes, 4, 4), x))
+    centred = fma(sums, load_f32(x + SCALES_AT), load_f32(x + OFFSETS_AT))
+    return fma(centred, spread(scales + place * 16, 4, 1, 0), acc)

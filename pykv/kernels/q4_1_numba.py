@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from pykv.kernels.jit_numba import device
-from pykv.kernels.simd import field, fma, load_u8, scalar_f16, splat, to_f32
+import numpy as np
+
+from pykv.kernels.jit_numba import device, inlined
+from pykv.kernels.simd import (
+    field,
+    fma,
+    load_f32,
+    load_u8,
+    put_f32,
+    scalar_f16,
+    splat,
+    to_f32,
+    widen_four,
+)
+from pykv.kernels.simd_int import bits, load_4x16, spread
+from pykv.kernels.vnni_numba import HALVES, OFFSETS_AT, SCALES_AT, both_products
 
 BLOCK_LEN, BLOCK_BYTES = 32, 20
+ZERO_F = np.float32(0)
 
 
 @device
@@ -15,3 +30,34 @@ def unpack(block, part):
     scale, least = splat(scalar_f16(block)), splat(scalar_f16(block + 2))
     low = fma(to_f32(field(codes, 0, 4)), scale, least)
     return low, fma(to_f32(field(codes, 4, 4)), scale, least)
+
+
+# through byte products: see vnni_numba.py
+LAYOUT, RANGE, ZERO = HALVES, np.float32(1 << 22), np.float32(1)
+QUARTERS = 16  # blocks in four groups
+
+
+@inlined
+def group_scales(row, first, count, out):
+    """Scale and minimum of each block, and zeros for up to three that the row does not have."""
+    for b in range(count):
+        widen_four(out + b * 8, row + (first + b) * BLOCK_BYTES)
+    for b in range(count, (count + 3) // 4 * 4):
+        put_f32(out + b * 8, ZERO_F)
+        put_f32(out + b * 8 + 4, ZERO_F)
+
+
+@inlined
+def group_dot(acc, row, group, n_blocks, x, scales, place):
+    """Four blocks."""
+    b, last = group * 4, n_blocks - 1
+    codes = load_4x16(
+        row + b * BLOCK_BYTES + 4,
+        row + min(b + 1, last) * BLOCK_BYTES + 4,
+        row + min(b + 2, last) * BLOCK_BYTES + 4,
+        row + min(b + 3, last) * BLOCK_BYTES + 4,
+    )
+    sums = to_f32(both_products(bits(codes, 0, 4), bits(codes, 4, 4), x))
+    scale, least = spread(scales + place * 32, 4, 2, 0), spread(scales + place * 32, 4, 2, 1)
+    acc = fma(sums * load_f32(x + SCALES_AT), scale, acc)
+    return fma(load_f32(x + OFFSETS_AT), least, acc)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from numba import float32
 
-from pykv.kernels.jit_numba import device
+from pykv.kernels.jit_numba import device, inlined
 from pykv.kernels.simd import (
     bit_set,
     field,
     fma,
+    load_f32,
     load_u8,
     scalar_f16,
     scalar_u32,
@@ -16,6 +19,8 @@ from pykv.kernels.simd import (
     splat,
     to_f32,
 )
+from pykv.kernels.simd_int import add_where, bits, load_4x16, spread
+from pykv.kernels.vnni_numba import HALVES, OFFSETS_AT, SCALES_AT, both_products, single_scales
 
 BLOCK_LEN, BLOCK_BYTES = 32, 22
 
@@ -36,3 +41,37 @@ def unpack(block, part):
     d = scalar_f16(block)
     scale, zero = splat(d), splat(d * float32(-16))
     return fma(low, scale, zero), fma(high, scale, zero)
+
+
+# through byte products: see vnni_numba.py
+LAYOUT, RANGE, ZERO = HALVES, np.float32(1 << 22), np.float32(-16)
+QUARTERS = 16  # blocks in four groups
+
+
+@inlined
+def group_scales(row, first, count, out):
+    """The scale of each block."""
+    single_scales(row + first * BLOCK_BYTES, BLOCK_BYTES, count, out)
+
+
+@inlined
+def group_dot(acc, row, group, n_blocks, x, scales, place):
+    """Four blocks."""
+    b, last = group * 4, n_blocks - 1
+    b0, b1 = row + b * BLOCK_BYTES, row + min(b + 1, last) * BLOCK_BYTES
+    b2, b3 = row + min(b + 2, last) * BLOCK_BYTES, row + min(b + 3, last) * BLOCK_BYTES
+    codes = load_4x16(b0 + 6, b1 + 6, b2 + 6, b3 + 6)
+    q0, q1, q2, q3 = (
+        scalar_u32(b0 + 2),
+        scalar_u32(b1 + 2),
+        scalar_u32(b2 + 2),
+        scalar_u32(b3 + 2),
+    )
+    # the fifth bits of the first 16 weights of each block, and of the second 16
+    first = q0 & 0xFFFF | (q1 & 0xFFFF) << 16 | (q2 & 0xFFFF) << 32 | q3 << 48
+    second = q0 >> 16 | q1 >> 16 << 16 | q2 >> 16 << 32 | q3 >> 16 << 48
+    low = add_where(bits(codes, 0, 4), first, 16)
+    high = add_where(bits(codes, 4, 4), second, 16)
+    sums = to_f32(both_products(low, high, x))
+    centred = fma(sums, load_f32(x + SCALES_AT), load_f32(x + OFFSETS_AT))
+    return fma(centred, spread(scales + place * 16, 4, 1, 0), acc)

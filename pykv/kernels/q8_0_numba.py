@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from pykv.kernels.jit_numba import device
-from pykv.kernels.simd import load_i8, scalar_f16, to_f32
+import numpy as np
+
+from pykv.kernels.jit_numba import device, inlined
+from pykv.kernels.simd import (
+    fma,
+    load_f32,
+    load_i8,
+    scalar_f16,
+    to_f32,
+)
+from pykv.kernels.simd_int import flip, load_2x32, spread
+from pykv.kernels.vnni_numba import NATURAL, OFFSETS_AT, SCALES_AT, products, single_scales
 
 BLOCK_LEN, BLOCK_BYTES = 32, 34
 
@@ -13,3 +23,27 @@ def unpack(block, part):
     """The 32 weights of the block at that address, in order, as two vectors."""
     scale = scalar_f16(block)
     return to_f32(load_i8(block + 2)) * scale, to_f32(load_i8(block + 18)) * scale
+
+
+# through byte products: see vnni_numba.py
+LAYOUT, RANGE, ZERO = NATURAL, np.float32(1 << 20), np.float32(-128)
+QUARTERS = 16  # blocks in four groups
+
+
+@inlined
+def group_scales(row, first, count, out):
+    """The scale of each block."""
+    single_scales(row + first * BLOCK_BYTES, BLOCK_BYTES, count, out)
+
+
+@inlined
+def group_dot(acc, row, group, n_blocks, x, scales, place):
+    """Four blocks; a code's sign is flipped away, which adds 128 to it."""
+    b, last, at = group * 4, n_blocks - 1, scales + place * 16
+    b0, b1 = row + b * BLOCK_BYTES + 2, row + min(b + 1, last) * BLOCK_BYTES + 2
+    b2, b3 = row + min(b + 2, last) * BLOCK_BYTES + 2, row + min(b + 3, last) * BLOCK_BYTES + 2
+    low = to_f32(products(flip(load_2x32(b0, b1), 128), x))
+    high = to_f32(products(flip(load_2x32(b2, b3), 128), x + 64))
+    low = fma(low, load_f32(x + SCALES_AT), load_f32(x + OFFSETS_AT))
+    high = fma(high, load_f32(x + SCALES_AT + 64), load_f32(x + OFFSETS_AT + 64))
+    return fma(high, spread(at + 8, 2, 1, 0), fma(low, spread(at, 2, 1, 0), acc))

@@ -267,7 +267,9 @@ def stack(typingctx, size):
     count = size.literal_value
 
     def codegen(context, builder, signature, args):
-        block = cgutils.alloca_once(builder, ir.ArrayType(_I8, count))
+        # not cgutils.alloca_once: it fills the block with zeros, one store for each byte
+        with builder.goto_entry_block():
+            block = builder.alloca(ir.ArrayType(_I8, count))
         block.align = 64
         return builder.ptrtoint(block, _I64)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -15,12 +16,24 @@ from pykv import registry
 from pykv.backends import reference
 from pykv.backends.base import PAGE, LayerShape
 from pykv.cache.store import Store
+from pykv.config import CacheConfig
 
 SHAPES = (
     LayerShape(4, 2, 4, 3),
     LayerShape(2, 2, 4, 3, window=75),
     LayerShape(3, 1, 5, 33),
 )
+
+# key page, value page, tail: exact ones, encoded ones, and one side of each
+FORMATS = [
+    ("f16", "f16", None),
+    ("f32", "bf16", None),
+    ("f16", "f16", "f32"),
+    ("f32", "f32", "f16"),
+    ("bf16", "f16", "f16"),
+    ("f16", "bf16", "f16"),
+]
+ENCODED = FORMATS[2:]
 
 
 @dataclass
@@ -35,6 +48,7 @@ def bytes_at(address, n_bytes):
     return np.frombuffer((ctypes.c_uint8 * n_bytes).from_address(address), np.uint8)
 
 
+@cache
 def codec(name):
     return registry.find("formats", name, "cache type").FORMAT
 
@@ -59,13 +73,13 @@ def decode(format_, side, page, d, slots):
 class Oracle:
     """Drives a store through the reference backend, and keeps the tokens in lists."""
 
-    def __init__(self, config, residual, shapes=SHAPES, n_ctx=1000, seed=0):
+    def __init__(self, config, residual, shapes=SHAPES, n_ctx=1000, seed=0, backend=None):
         self.store = Store(shapes, config, n_ctx, fill=255)
         self.shapes, self.sinks, self.residual = shapes, config.sinks, residual
         self.sequences: dict[int, list[Token]] = {}
         self.freed = {}  # per sequence: per layer, tokens below this position are gone
         self.rng = np.random.default_rng(seed)
-        self.backend = reference.create()
+        self.backend = backend or reference.create()
         self._poisoned: dict[int, set[int]] = {}
         names = self.store.formats
         self.pages = codec(names.page_k), codec(names.page_v)
@@ -168,19 +182,26 @@ class Oracle:
         return self.store.begin(batch, np.zeros(1, np.int32))
 
     def attend(self, step, parts, layers=None):
-        """Run the batch's attention through some layers; q and the output per layer."""
+        """Run the batch's attention through some layers; per layer q and the output."""
         rows = [t for tokens in parts.values() for t in tokens]
         results = []
         for layer, shape in enumerate(self.shapes[:layers]):
             q = self.rng.normal(0, 1, (len(rows), shape.n_head, shape.d_k)).astype(np.float32)
             k = np.stack([t.keys[layer] for t in rows])
             v = np.stack([t.values[layer] for t in rows])
-            out = self.backend.attention(step, layer, q, k, v, None, 0.5)
+            out = self.attention(step, layer, q, k, v)
             results.append((q, out.reshape(len(rows), shape.n_head, shape.d_v)))
         return results
 
+    def attention(self, step, layer, q, k, v):
+        """The verb under test, f32 arrays in and out."""
+        return self.backend.attention(step, layer, q, k, v, None, self.scale(layer))
+
+    def scale(self, layer):
+        return float(self.shapes[layer].d_k ** -0.5)
+
     def write(self, parts, *, check=True):
-        """Append tokens, and check what the first and the last query of each sequence saw."""
+        """Append tokens, and check what some queries of each sequence saw."""
         step = self.begin(parts)
         results = self.attend(step, parts)
         self.store.commit()
@@ -197,27 +218,28 @@ class Oracle:
     def _check_outputs(self, step, parts, results):
         row = 0
         for sequence, tokens in parts.items():
-            for position in {len(self.sequences[sequence]) - n for n in (1, len(tokens))}:
-                i = row + position - (len(self.sequences[sequence]) - len(tokens))
-                assert step.positions[i] == position
-                self._check_query(sequence, position, i, results)
-            row += len(tokens)
+            n, before = len(tokens), len(self.sequences[sequence]) - len(tokens)
+            for i in sorted({0, 1, n // 3, n // 2, n - 2, n - 1} & set(range(n))):
+                assert step.positions[row + i] == before + i
+                self._check_query(sequence, before + i, row + i, results)
+            row += n
 
     def _check_query(self, sequence, position, i, results):
         for layer, (shape, (q, out)) in enumerate(zip(self.shapes, results, strict=True)):
             low = self.lowest(layer, position)
-            for h in range(shape.n_head):
-                g = h * shape.n_kv // shape.n_head
+            for g in range(shape.n_kv):
                 k, v = (
                     self.seen(sequence, layer, side, g, position)[low:].astype(np.float64)
                     for side in (0, 1)
                 )
-                scores = k @ (q[i, h].astype(np.float64) * 0.5)
-                p = np.exp(scores - scores.max())
-                expected = p / p.sum() @ v
-                # Scores reach about 30: float32 leaves them 2e-6 off, so weights 2e-6 x 2, of
-                # values up to 12.
-                np.testing.assert_allclose(out[i, h], expected, rtol=0, atol=6e-5)
+                group = shape.n_head // shape.n_kv
+                heads = slice(g * group, (g + 1) * group)
+                scores = q[i, heads].astype(np.float64) @ k.T * self.scale(layer)
+                p = np.exp(scores - scores.max(-1, keepdims=True))
+                expected = p / p.sum(-1, keepdims=True) @ v
+                # the design's bound between two ways to the same output
+                error = np.linalg.norm(out[i, heads] - expected, axis=-1)
+                assert (error <= 1e-5 * np.linalg.norm(expected, axis=-1)).all()
 
     def fork(self, sequence):
         other = self.store.fork(sequence)
@@ -317,3 +339,17 @@ class Oracle:
             for address in free - self._poisoned.get(size, set()):
                 ctypes.memset(address, 255, size)
             self._poisoned[size] = free
+
+
+def oracle(formats=("f16", "f16", "f32"), sinks=4, residual=0, shapes=SHAPES, n_ctx=1000, seed=0):
+    k, v, tail = formats
+    config = CacheConfig(k, v, sinks, residual, tail)
+    return Oracle(config, residual, shapes, n_ctx, seed)
+
+
+def fill(o, n):
+    """A sequence of n tokens."""
+    sequence = o.new()
+    if n:
+        o.write({sequence: o.tokens(n)})
+    return sequence

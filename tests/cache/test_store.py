@@ -7,45 +7,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from store_oracle import SHAPES, Oracle
+from store_oracle import ENCODED, FORMATS, SHAPES, fill, oracle
 
 from pykv.backends.base import PAGE, CacheFormats, LayerShape
 from pykv.cache import pages
 from pykv.cache.store import Store, formats_of, residual_of
 from pykv.config import CacheConfig
 from pykv.errors import CacheFullError, ConfigError, UnsupportedError
-
-# key page, value page, tail: exact ones, encoded ones, and one side of each
-FORMATS = [
-    ("f16", "f16", None),
-    ("f32", "bf16", None),
-    ("f16", "f16", "f32"),
-    ("f32", "f32", "f16"),
-    ("bf16", "f16", "f16"),
-    ("f16", "bf16", "f16"),
-]
-ENCODED = FORMATS[2:]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_slabs():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pages, "SLAB_BYTES", 1 << 14)
-        yield
-
-
-def oracle(formats=("f16", "f16", "f32"), sinks=4, residual=0, shapes=SHAPES, n_ctx=1000, seed=0):
-    k, v, tail = formats
-    config = CacheConfig(k, v, sinks, residual, tail)
-    return Oracle(config, residual, shapes, n_ctx, seed)
-
-
-def fill(o, n):
-    """A sequence of n tokens."""
-    sequence = o.new()
-    if n:
-        o.write({sequence: o.tokens(n)})
-    return sequence
 
 
 class Histories(RuleBasedStateMachine):
@@ -152,7 +120,7 @@ def test_one_batch_sevens_and_one_by_one_leave_the_same(formats, sinks, residual
         o = oracle(formats, sinks, residual)
         sequence, tokens = o.new(), o.tokens(230)
         for i in range(0, 230, size):
-            o.write({sequence: tokens[i : i + size]})
+            o.write({sequence: tokens[i : i + size]}, check=i % 29 == 0)
         o.check()
         states.append((o.state(sequence), o.store.nbytes, o.store.length(sequence)))
     assert states[0] == states[1] == states[2]
@@ -298,78 +266,6 @@ def test_forks_go_their_own_ways(formats):
     o.check()
 
 
-# truncate
-
-
-def cut(formats, sinks, residual, tokens, n, window=0):
-    o = oracle(formats, sinks, residual, [LayerShape(1, 1, 4, 4, window)])
-    sequence = fill(o, tokens)
-    m = o.truncate(sequence, n)
-    o.check()
-    o.write({sequence: o.tokens(90)})
-    o.check()
-    return m
-
-
-@pytest.mark.parametrize(
-    ("residual", "tokens", "n", "m"),
-    [
-        # sinks 4: pages end at 68, 132, 196; at residual 0 a page is encoded as it ends
-        (0, 200, 200, 200),
-        (0, 200, 500, 200),
-        (0, 200, 196, 196),  # three encoded pages end at 196
-        (0, 200, 195, 132),  # in the third: back to its start
-        (0, 200, 133, 132),
-        (0, 200, 132, 132),
-        (0, 200, 5, 4),
-        (0, 200, 4, 4),
-        (0, 200, 3, 3),  # in the sinks
-        (0, 200, 0, 0),
-        (0, 67, 20, 20),  # nothing is encoded yet
-        # residual 64: a page is encoded once 64 tokens follow it
-        (64, 200, 196, 196),  # pages end at 68 and 132, and 132 + 64 <= 196
-        (64, 200, 195, 4),  # the second page would be exact, and that is gone
-        (64, 200, 4, 4),
-        (64, 200, 2, 2),
-        (64, 131, 90, 90),  # nothing is encoded yet
-        (64, 132, 131, 4),
-        (64, 150, 133, 133),
-    ],
-)
-def test_truncate_stops_where_the_design_says(residual, tokens, n, m):
-    assert cut(("f16", "f16", "f32"), 4, residual, tokens, n) == m
-
-
-@pytest.mark.parametrize(("n", "m"), [(199, 199), (100, 100), (4, 4), (1, 1), (0, 0)])
-def test_truncate_stops_anywhere_in_exact_pages(n, m):
-    assert cut(("f16", "f16", None), 4, 0, 200, n) == m
-
-
-@pytest.mark.parametrize(
-    ("formats", "n", "m"),
-    [
-        # Window 40, 200 tokens: the next query sees 161 to 200, so pages up to 132 are gone. From
-        # n on, the first to be seen is n - 39.
-        (("f16", "f16", None), 180, 180),
-        (("f16", "f16", None), 171, 171),  # 132 is the first of its page
-        (("f16", "f16", None), 170, 0),  # 131 was let go of
-        (("f16", "f16", "f32"), 197, 197),
-        (("f16", "f16", "f32"), 190, 0),  # would be 132, which sees 93
-    ],
-)
-def test_truncate_under_a_window(formats, n, m):
-    assert cut(formats, 4, 0, 200, n, window=40) == m
-
-
-@pytest.mark.parametrize("residual", [0, 1, 63, 64, 65, 130])
-def test_truncate_agrees_with_trying_every_length(residual):
-    for sinks in (0, 3):
-        for n in {0, 1, 2, 3, 4, 64, 66, 67, 68, 130, 131, 132, 150, 192, 194, 195, 196, 249}:
-            o = oracle(("bf16", "f16", "f16"), sinks, residual, [LayerShape(1, 1, 1, 1)])
-            o.truncate(fill(o, 250), n)
-            o.check()
-
-
 # a window shorter than the residual
 
 
@@ -409,12 +305,21 @@ def test_nbytes_of_encoded_pages():
     assert o.store.nbytes == 2 * (64 * 32 * 2 + 64 * 32 * 4) + 2 * 16 * 8
 
 
-def test_bytes_per_token():
-    store = Store([LayerShape(4, 2, 64, 20), LayerShape(4, 1, 64, 20)], CacheConfig("f16", "f32"),
-                  100)  # fmt: skip
-    # a value of 20 channels is padded to 32
-    assert store.bytes_per_token() == 3 * (64 * 2 + 32 * 4)
-    assert store.bytes_per_token([1]) == 64 * 2 + 32 * 4
+def test_f16_nbytes_counts_bare_values_of_what_is_seen():
+    o = oracle(shapes=[LayerShape(4, 2, 64, 32), LayerShape(4, 1, 64, 32, window=50)])
+    fill(o, 70)
+    fill(o, 20)
+    assert o.store.f16_nbytes == (90 * 2 * 96 + (50 + 20) * 96) * 2
+
+
+@pytest.mark.parametrize("formats", [FORMATS[0], FORMATS[2]])
+@pytest.mark.parametrize(("sinks", "residual"), [(0, 0), (4, 130)])
+def test_estimate_covers_what_a_sequence_takes(formats, sinks, residual):
+    for n in (1, 69, 200, 500):
+        o = oracle(formats, sinks, residual)
+        fill(o, n)
+        pages = sum(p.in_use * p.page_bytes for p in o.store._pools.values())
+        assert o.store.estimate(n) >= pages
 
 
 # settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -15,6 +16,7 @@ from pykv import registry
 from pykv.cache.store import Store
 from pykv.config import CacheConfig
 from pykv.gguf import open_gguf
+from pykv.tokenizer import from_metadata
 
 N_VOCAB = 288
 BASE = {
@@ -288,27 +290,22 @@ def _state(arch, weights, n_head, n_kv, d_k, d_v):
             stem = f"model.layers.{i}.{names[part]}"
         else:
             stem = TOP[stem]
-        state[f"{stem}.{kind}"] = torch.from_numpy(x)
+        state[f"{stem}.{kind}"] = torch.from_numpy(np.require(x, requirements="W"))
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     return state
 
 
-def twin_logits(arch, keys, weights, ids, *, tied=True, **settings):
+def _twin_logits(arch, keys, weights, ids, *, tied=True, **settings):
     """Logits of transformers' model, f32 [T, V], of the same weights: the outsider."""
     import torch
-    from transformers import (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig,
-        LlamaConfig,
-        LlamaForCausalLM,
-    )
+    import transformers as hf
 
     heads = keys["attention.head_count"]
     n_kv = keys.get("attention.head_count_kv", heads)
     d_k = keys.get("attention.key_length", keys["embedding_length"] // heads)
     config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+        "llama": (hf.LlamaConfig, hf.LlamaForCausalLM),
+        "gemma3": (hf.Gemma3TextConfig, hf.Gemma3ForCausalLM),
     }[arch]
     config = config_class(
         vocab_size=weights["token_embd.weight"].shape[0],
@@ -340,4 +337,63 @@ def twin_logits(arch, keys, weights, ids, *, tied=True, **settings):
 
 @pytest.fixture(scope="session")
 def twin():
-    return twin_logits
+    return _twin_logits
+
+
+# The opening of Herman Melville's Moby-Dick (1851), in the public domain.
+TEXT = """\
+Call me Ishmael. Some years ago\u2014never mind how long precisely\u2014having little or no money \
+in my purse, and nothing particular to interest me on shore, I thought I would sail about a \
+little and see the watery part of the world. It is a way I have of driving off the spleen and \
+regulating the circulation. Whenever I find myself growing grim about the mouth; whenever it is \
+a damp, drizzly November in my soul; whenever I find myself involuntarily pausing before coffin \
+warehouses, and bringing up the rear of every funeral I meet; and especially whenever my hypos \
+get such an upper hand of me, that it requires a strong moral principle to prevent me from \
+deliberately stepping into the street, and methodically knocking people\u2019s hats off\u2014then, \
+I account it high time to get to sea as soon as I can. This is my substitute for pistol and \
+ball. With a philosophical flourish Cato throws himself upon his sword; I quietly take to the \
+ship. There is nothing surprising in this. If they but knew it, almost all men in their degree, \
+some time or other, cherish very nearly the same feelings towards the ocean with me.
+There now is your insular city of the Manhattoes, belted round by wharves as Indian isles by \
+coral reefs\u2014commerce surrounds it with her surf. Right and left, the streets take you \
+waterward.
+"""
+
+
+@pytest.fixture(scope="session")
+def real(twin):
+    """real(path, n, **settings of the twin) -> path, a text's first n ids, the twin's logits.
+
+    The twin's weights are dropped at once.
+    """
+
+    def read(path, n, **settings):
+        with open_gguf(path) as file:
+            arch = file.metadata["general.architecture"]
+            keys = {k.removeprefix(f"{arch}."): v for k, v in file.metadata.items()}
+            ids = from_metadata(file.metadata, where=path.name).encode(TEXT)[:n]
+            assert len(ids) == n
+            weights = {
+                name: gguf.quants.dequantize(t.data, gguf.GGMLQuantizationType[t.type.upper()])
+                .reshape(t.shape)
+                for name, t in file.tensors.items()
+            }  # fmt: skip
+        logits = twin(arch, keys, weights, ids, **settings)
+        return SimpleNamespace(path=path, ids=np.array(ids), logits=logits)
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def divergence():
+    """divergence(logits p, logits q) -> mean over rows of KL(p || q), in nats."""
+
+    def mean(p, q):
+        total = 0.0
+        for row_p, row_q in zip(p, q, strict=True):
+            a, b = (r.astype(np.float64) - r.max() for r in (row_p, row_q))
+            a, b = (r - np.log(np.exp(r).sum()) for r in (a, b))
+            total += float(np.exp(a) @ (a - b))
+        return total / len(p)
+
+    return mean

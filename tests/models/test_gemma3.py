@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pykv.config import CacheConfig
 from pykv.errors import GGUFError
 
 # As in test_llama.py, with up to eight layers for its two; the q and k norms keep scores below 10.
@@ -189,3 +190,38 @@ def test_a_norm_is_missing(name, make, load):
     made = make("gemma3", KEYS, drop=[f"blk.3.{name}.weight"])
     with pytest.raises(GGUFError, match=rf"blk\.3\.{name}\.weight.* is missing"):
         load(made.path)
+
+
+def real_settings():
+    kinds = kinds_of([i % 6 < 5 for i in range(18)])
+    return settings(kinds, query_pre_attn_scalar=256, sliding_window=512)
+
+
+@pytest.fixture(scope="module")
+def gemma(gemma_path, real):
+    return real(gemma_path, 64, **real_settings())
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_gemma_3_270m(backend, gemma, load):
+    # as for SmolLM2 in test_llama.py: sqrt(2048) * 2^-24 * sqrt(18 * 7) of logits up to 36, twice
+    error = np.abs(load(gemma.path, backend).logits(gemma.ids) - gemma.logits).max()
+    assert error < 2e-3
+
+
+@pytest.mark.models
+def test_gemma_3_270m_with_the_default_cache(gemma, load, divergence):
+    ours = load(gemma.path, "cpu", CacheConfig()).logits(gemma.ids)
+    assert 0 <= divergence(gemma.logits, ours) < 2e-6
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_gemma_3_270m_on_a_longer_text(gemma_path, real, load, divergence):
+    case = real(gemma_path, 256, **real_settings())
+    for backend in ("cpu", "reference"):
+        error = np.abs(load(case.path, backend).logits(case.ids) - case.logits).max()
+        assert error < 2e-3, backend
+    ours = load(case.path, "cpu", CacheConfig()).logits(case.ids)
+    assert 0 <= divergence(case.logits, ours) < 2e-6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pykv.config import CacheConfig
 from pykv.errors import GGUFError, UnsupportedError
 
 BACKENDS = ["reference", "cpu"]
@@ -251,3 +252,25 @@ def test_heads_may_be_listed_by_layer(make, load, tokens):
 def test_without_a_count_of_kv_heads_each_layer_has_one_per_head(make, load):
     made = make("llama", {"attention.head_count": [4, 4]})
     assert [s.n_kv for s in load(made.path).graph.shapes] == [4, 4]
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path, real):
+    return real(smollm2_path, 256, rope_parameters={"rope_type": "default", "rope_theta": 1e5})
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_smollm2(backend, smollm2, load):
+    # sums of up to 1536 terms err by sqrt(1536) * 2^-24 = 2.3e-6 of themselves; those of 30 layers'
+    # 7 products add up to sqrt(210) times that, 3.4e-5, of logits up to 30; two float32 programs
+    error = np.abs(load(smollm2.path, backend).logits(smollm2.ids) - smollm2.logits).max()
+    assert error < 2e-3
+
+
+@pytest.mark.models
+def test_smollm2_with_the_default_cache(smollm2, load, divergence):
+    ours = load(smollm2.path, "cpu", CacheConfig()).logits(smollm2.ids)
+    # f16 keeps values to 2^-11 of themselves, over many channels and tokens; logits up to 30 then
+    # move by about 30 * 2^-11 / sqrt(64) = 2e-3, and KL is half of that squared
+    assert 0 <= divergence(smollm2.logits, ours) < 2e-6

@@ -1,0 +1,38 @@
+"""The benchmarks by name, each with the tests that must be green before its figure counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks import process, speed
+from benchmarks.report import Benchmark
+
+_KERNELS = ("tests/contract/test_every_kernel.py", "tests/contract/test_every_model.py")
+_MODELS = ("tests/models", "tests/backends")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A benchmark and its tests."""
+
+    run: Benchmark
+    tests: tuple[str, ...]
+
+    @property
+    def what(self) -> str:
+        """The first line of its docstring."""
+        return (self.run.__doc__ or "").splitlines()[0]
+
+
+BENCHMARKS = {
+    "decode": Entry(speed.decode, (*_KERNELS, *_MODELS)),
+    "sampler": Entry(speed.sampler, ("tests/engine/test_sampler.py",)),
+    "prompt": Entry(speed.prompt, (*_KERNELS, *_MODELS)),
+    "long": Entry(speed.long, (*_KERNELS, *_MODELS, "tests/cache")),
+    "busy": Entry(speed.busy, _KERNELS),
+    "start": Entry(process.start, ("tests/cli/test_generate.py",)),
+    "compile": Entry(process.compile, ("tests/cli/test_generate.py",)),
+    "memory": Entry(process.memory, ("tests/cache",)),
+    "open": Entry(process.opening, ("tests/gguf",)),
+    "import": Entry(process.importing, ("tests/contract/test_imports.py",)),
+}

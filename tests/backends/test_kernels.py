@@ -1,0 +1,73 @@
+"""The kernels by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from pykv.backends.base import CacheFormats, LayerShape
+from pykv.backends.kernels import Kernels, cache_key, tiles
+
+
+@pytest.mark.parametrize("group", range(1, 20))
+def test_tiles_cover_each_head_once_and_hold_four_at_most(group):
+    heads = [
+        head
+        for size, first, count in tiles(group)
+        for tile in range(count)
+        for head in range(first + tile * size, first + (tile + 1) * size)
+    ]
+    assert heads == list(range(group))
+    assert all(1 <= size <= 4 for size, _, _ in tiles(group))
+
+
+def test_a_key_tells_every_combination_of_formats_apart():
+    names = ("f16", "f32", "bf16")
+    keys = {cache_key(CacheFormats(a, b, c, d))
+            for a in names for b in names for c in names for d in names}  # fmt: skip
+    assert len(keys) == 81
+
+
+def test_a_kernel_has_one_address_and_others_have_others(kernels):
+    names = ["rms_norm", "add", "matvec_q8_0_r1", "matvec_f16_r1", "panel_f16"]
+    addresses = [kernels[n] for n in names]
+    assert len(set(addresses)) == len(names)
+    assert [kernels[n] for n in names] == addresses
+
+
+def test_a_weight_type_without_kernels_is_no_kernel(kernels):
+    with pytest.raises(KeyError, match="tq2_0"):
+        kernels["matvec_tq2_0_r1"]
+    assert kernels.block_len("q8_0") == 32
+    assert kernels.block_len("q6_k") == 256
+
+
+def test_what_a_cache_needs_is_loaded_before_it_is_asked_for(kernels):
+    formats = CacheFormats("f16", "f16", "f32", "f32")
+    kernels.load_cache([LayerShape(9, 1, 32, 32)], [formats])
+    key = cache_key(formats)
+    loaded = set(kernels._kernels)
+    assert {f"attend_{key}_g4", f"attend_{key}_g1", f"prompt_{key}", "combine",
+            "write_f32_f32", "encode_k_f32_f16", "encode_v_f32_f16"} <= loaded  # fmt: skip
+    assert any(key in line for line in kernels.cache_plan)
+
+
+def test_progress_is_told_each_kernel_that_is_compiled_and_none_that_is_loaded(tmp_path):
+    from pykv.kernels import jit_numba
+
+    before = jit_numba.cache_folder()
+    try:
+        told = []
+        first = Kernels(1, told.append, tmp_path)
+        _ = first["bias"]
+        assert told[-1] == "bias"
+        assert len(set(told)) == len(told) == 2  # the driver, and this one
+        again = Kernels(1, told.append, tmp_path)
+        _ = again["bias"]
+        assert len(told) == 2
+        assert first.compile_seconds > 0
+    finally:
+        jit_numba.set_cache_folder(before.parent.parent)
+
+
+def test_the_threading_layer_is_known_after_a_parallel_launch(make_cpu):
+    assert make_cpu().facts()["threading_layer"] in ("tbb", "omp", "workqueue")
