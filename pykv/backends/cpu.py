@@ -33,6 +33,7 @@ from pykv.errors import NumericsError
 
 BLAS_ROWS = 8  # from this many rows on, decoding a panel and calling the BLAS is faster
 PANEL_BYTES = 4 << 20  # of float32 weights that are decoded at a time
+GROUP_INPUTS, GROUP_BYTES = 128, 640  # of the input rows for byte products, vnni_numba.py
 ROW_TASK_BYTES = 16 << 10  # weight bytes of one task of a matrix-vector product
 
 
@@ -213,12 +214,35 @@ class CpuBackend(Backend):
         if n >= BLAS_ROWS and not self.deterministic:
             return self._linear_blas(x, weight, add)
         out, x = self.buffer(n, weight.n_out), self._resize(x, weight.width)
+        inputs = self.kernels.vnni_inputs(weight.type)
+        if inputs is not None:
+            self._byte_products(x, weight, add, out, inputs)
+            return out
         done = 0
         while done < n:
             rows = 4 if n - done >= 4 else 1
             self._matvec(x, weight, add, out, done, rows)
             done += rows
         return out
+
+    def _byte_products(
+        self, x: Buffer, weight: Weight, add: Array | None, out: Buffer, inputs: str
+    ) -> None:
+        n, groups = x.shape[0], -(-weight.width // GROUP_INPUTS)
+        if inputs not in x.memory.derived:
+            x.memory.derived[inputs] = self.arena.take(n * groups * GROUP_BYTES)
+            self.emit(
+                inputs, n, x, weight.width * 4, weight.width // 32,
+                x.memory.derived[inputs].address, groups * GROUP_BYTES,
+            )  # fmt: skip
+        per_task = max(4, ROW_TASK_BYTES // weight.row_bytes // 4 * 4)
+        self.emit(
+            f"vnni_{weight.type}", -(-weight.n_out // per_task), weight.address, weight.row_bytes,
+            groups, x.memory.derived[inputs].address, groups * GROUP_BYTES, n, out,
+            weight.n_out * 4, weight.n_out, per_task, 0 if add is None else add,
+            weight.width // self.kernels.block_len(weight.type),
+            cost=weight.row_bytes * weight.n_out,
+        )  # fmt: skip
 
     def _matvec(
         self, x: Buffer, weight: Weight, add: Array | None, out: Buffer, first: int, rows: int

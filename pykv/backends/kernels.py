@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from pykv.backends import plan
 from pykv.backends.base import CacheFormats, LayerShape
 from pykv.backends.threads import load_tbb
@@ -53,6 +55,7 @@ class Kernels:
         self._kernels: dict[str, Any] = {}
         self._modules: dict[str, ModuleType] = {}
         self.cache_plan: list[str] = []
+        self._vnni = jit_numba.has_features("avx512f", "avx512bw", "avx512vnni")
         with self._listening():
             self.run = driver_numba.load()
         self.run(0, 0, 0, threads)
@@ -94,6 +97,9 @@ class Kernels:
             self._add(name, getattr(elementwise_numba, name))
             return
         kind, _, rest = name.partition("_")
+        if kind in ("vnni", "quantize"):
+            self._load_vnni(kind, name, rest)
+            return
         type_ = rest.rpartition("_r")[0] if kind == "matvec" else rest
         module = self._weight_module(type_)
         names = {
@@ -104,6 +110,28 @@ class Kernels:
         if kind == "matvec":
             names["ROWS"] = int(rest.rpartition("_r")[2])
         self._add(name, getattr(matvec_numba, kind), **names)
+
+    def _load_vnni(self, kind: str, name: str, rest: str) -> None:
+        from pykv.kernels import vnni_numba
+
+        if kind == "quantize":
+            layout, most, zero = (float(part.replace("m", "-")) for part in rest.split("_"))
+            self._add(name, vnni_numba.quantize, LAYOUT=int(layout), RANGE=np.float32(most),
+                      ZERO=np.float32(zero))  # fmt: skip
+            return
+        module = self._weight_module(rest)
+        names = {n: getattr(module, n) for n in ("QUARTERS", "group_scales", "group_dot")}
+        rows = self._bound(vnni_numba.four_rows, f"four_rows_{rest}", **names)
+        tile = self._bound(vnni_numba.row_tile, f"row_tile_{rest}", rows=rows)
+        self._add(name, vnni_numba.matvec, tile=tile)
+
+    def vnni_inputs(self, type_: str) -> str | None:
+        """The kernel that writes input rows for this type's byte products; None: use float32."""
+        module = self._weight_module(type_)
+        if not self._vnni or "group_dot" not in vars(module):
+            return None
+        numbers = (module.LAYOUT, int(module.RANGE), int(module.ZERO))
+        return "quantize_" + "_".join(str(n).replace("-", "m") for n in numbers)
 
     def _weight_module(self, type_: str) -> ModuleType:
         if type_ not in self._modules:
@@ -121,10 +149,13 @@ class Kernels:
     def load_weights(self, types: Sequence[str], deterministic: bool) -> None:
         """Compile what a first token needs of these weight types."""
         for type_ in types:
-            for name in (f"matvec_{type_}_r1", f"panel_{type_}"):
+            names, inputs = [f"panel_{type_}"], self.vnni_inputs(type_)
+            if inputs is not None:
+                names += [inputs, f"vnni_{type_}"]
+            else:
+                names += [f"matvec_{type_}_r{n}" for n in ((1, 4) if deterministic else (1,))]
+            for name in names:
                 _ = self[name]
-            if deterministic:
-                _ = self[f"matvec_{type_}_r4"]
         for name in ELEMENTWISE:
             _ = self[name]
 

@@ -21,10 +21,11 @@ SLICE_BYTES = 128 << 20  # memory traffic after which a program lets Python look
 class Memory:
     """One block of an arena."""
 
-    __slots__ = ("address", "arena", "block")
+    __slots__ = ("address", "arena", "block", "derived")
 
     def __init__(self, arena: Arena, block: U8) -> None:
         self.arena, self.block = arena, block
+        self.derived: dict[str, Memory] = {}  # the same values in other forms, by kernel
         self.address = int(block.ctypes.data)
 
     def __del__(self) -> None:

@@ -168,6 +168,8 @@ class _Talk:
             for piece in generation:
                 self._screen.text(piece)
         except KeyboardInterrupt:
+            if generation is not None:
+                generation.close()
             self._screen.line()
             self._screen.say("(stopped)")
             return

@@ -33,6 +33,7 @@ from numba.core.caching import (
     _CacheLocator,
 )
 from numba.core.ccallback import CFunc
+from numba.core.registry import cpu_target
 
 # "contract", "reassoc" and their like are absent on purpose: a kernel says `fma` where it wants
 # one, so that every copy of a loop adds in the same order and rounds in the same places.
@@ -151,6 +152,13 @@ class _Cache(FunctionCache):  # type: ignore[misc]
             super().save_overload(sig, data)
         except OSError:
             self.disable()
+
+
+def has_features(*names: str) -> bool:
+    """Whether the CPU that Numba compiles for has all of these, in LLVM's names."""
+    codegen = cpu_target.target_context.codegen()
+    features = codegen.magic_tuple()[2].split(",")
+    return all(f"+{name}" in features for name in names)
 
 
 def bind(template: Callable[..., Any], name: str, **names: Any) -> types.FunctionType:

@@ -12,8 +12,6 @@ from pykv.kernels.simd import (
     fma,
     load_f32,
     load_u8,
-    put_f32,
-    put_i64,
     scalar_f16,
     scalar_u32,
     scalar_u8,
@@ -22,7 +20,7 @@ from pykv.kernels.simd import (
     store_f32,
     to_f32,
 )
-from pykv.kernels.simd_int import bits, load_64, spread
+from pykv.kernels.simd_int import bits, bytes_of, load_64, spread, two_halves
 from pykv.kernels.vnni_numba import OFFSETS_AT, PAIRS, SCALES_AT, products
 
 BLOCK_LEN, BLOCK_BYTES = 256, 144
@@ -65,14 +63,8 @@ def group_scales(row, first, count, out):
         # four six-bit numbers at a time: those of the first four runs, then of the last four
         s = x & 0x3F3F3F3F | (z & 0x0F0F0F0F | x >> 2 & 0x30303030) << 32
         m = y & 0x3F3F3F3F | (z >> 4 & 0x0F0F0F0F | y >> 2 & 0x30303030) << 32
-        put_i64(at, s)
-        put_i64(at + 8, m)
-        codes = to_f32(load_u8(at))
-        put_f32(at, scalar_f16(block))
-        put_f32(at + 4, -scalar_f16(block + 2))
-        put_f32(at + 8, ZERO)  # spread reads four numbers
-        put_f32(at + 12, ZERO)
-        store_f32(at, codes * spread(at, 2, 1, 0))
+        scales = two_halves(scalar_f16(block), -scalar_f16(block + 2))
+        store_f32(at, bytes_of(s, m) * scales)
 
 
 @inlined

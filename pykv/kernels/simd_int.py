@@ -221,6 +221,34 @@ def sum_lanes(typingctx, x):
     return types.intp(i32x16), codegen
 
 
+@intrinsic
+def bytes_of(typingctx, low, high):
+    """The 16 bytes of two int64 as float32."""
+
+    def codegen(context, builder, signature, args):
+        pair = ir.Constant(ir.VectorType(_I64, 2), ir.Undefined)
+        for i in (0, 1):
+            pair = builder.insert_element(pair, args[i], ir.Constant(_I32, i))
+        lanes = builder.bitcast(pair, ir.VectorType(_I8, 16))
+        return builder.uitofp(lanes, f32x16.llvm)
+
+    return f32x16(types.intp, types.intp), codegen
+
+
+@intrinsic
+def two_halves(typingctx, low, high):
+    """One float32 in lanes 0-7, another in lanes 8-15."""
+
+    def codegen(context, builder, signature, args):
+        pair = ir.Constant(ir.VectorType(_F32, 2), ir.Undefined)
+        for i in (0, 1):
+            pair = builder.insert_element(pair, args[i], ir.Constant(_I32, i))
+        mask = ir.Constant(ir.VectorType(_I32, 16), [0] * 8 + [1] * 8)
+        return builder.shuffle_vector(pair, ir.Constant(pair.type, ir.Undefined), mask)
+
+    return f32x16(types.float32, types.float32), codegen
+
+
 @intrinsic(prefer_literal=True)
 def spread(typingctx, address, count, step, first):
     """16 lanes in `count` equal parts: part i holds the float32 number `first + step * i`."""

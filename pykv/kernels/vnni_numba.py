@@ -6,8 +6,8 @@ bytes add up exactly; only the scales are applied in float32. The error per valu
 of the largest of its 32 neighbours, what float32 sums of that length lose as well.
 
 A group is 128 inputs, 640 bytes: two vectors of 64 bytes for each of three digits (the highest
-first), then for two int32 sums 16 scales each, then for each 16 offsets: ZERO times the sum of the
-block's inputs, in one lane of the block. Which inputs stand in which vector is the type's LAYOUT:
+first), then for two int32 sums 16 scales each, then for each 16 offsets: ZERO times the sum of 16
+inputs, in the first of their lanes (of 32 for HALVES). Which inputs stand in which vector is the type's LAYOUT:
 NATURAL  inputs 0-63 | 64-127
 HALVES   of each of 4 blocks of 32 the inputs 0-15 | 16-31 (one int32 sum for both)
 PAIRS    inputs 0-31, 64-95 | 32-63, 96-127
@@ -94,7 +94,7 @@ def quantize_block(x, group, block, layout, most, zero):
     """32 inputs at `x` into a group."""
     a, b = load_f32(x), load_f32(x + 64)
     low, high, which, lane = place(layout, block)
-    scale, offset = f(0), f(0)
+    scale = f(0)
     top = reduce_max(maximum(absolute(a), absolute(b)))
     if not (all_finite(a) and all_finite(b)):
         scale = f(np.nan)  # whatever is multiplied by it shows that something is wrong
@@ -108,12 +108,15 @@ def quantize_block(x, group, block, layout, most, zero):
     i, j = to_i32(a), to_i32(b)
     digits(group + low, i)
     digits(group + high, j)
-    offset = f(sum_lanes(i + j)) * scale * zero
-    width = 4 if layout == HALVES else 8
-    for k in range(width):
-        at = group + (which * 16 + lane + k) * 4
-        put_f32(at + SCALES_AT, scale)
-        put_f32(at + OFFSETS_AT, offset if k == 0 else f(0))
+    at = group + (which * 16 + lane) * 4
+    for k in range(4 if layout == HALVES else 8):
+        put_f32(at + k * 4 + SCALES_AT, scale)
+        put_f32(at + k * 4 + OFFSETS_AT, f(0))
+    if layout == HALVES:
+        put_f32(at + OFFSETS_AT, f(sum_lanes(i + j)) * scale * zero)
+    else:
+        put_f32(at + OFFSETS_AT, f(sum_lanes(i)) * scale * zero)
+        put_f32(at + 16 + OFFSETS_AT, f(sum_lanes(j)) * scale * zero)
 
 
 # ctx: x, x_stride, n_blocks (of 32), out, out_stride

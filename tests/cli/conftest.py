@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from terminal import Terminal
 
 from pykv.cli import app
 
@@ -111,3 +112,17 @@ def process(tmp_path):
         return subprocess.Popen([sys.executable, "-c", START, *args], env=env, **settings)
 
     return start
+
+
+@pytest.fixture
+def terminal(process):
+    """Starts the program with the fake engine at a terminal of its own."""
+    opened = []
+
+    def start(*args):
+        opened.append(Terminal(process, *args))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()

@@ -40,6 +40,8 @@ class Generation:
     def cancel(self):
         self._cancelled = True
 
+    close = cancel
+
     @property
     def stats(self):
         return Stats(
