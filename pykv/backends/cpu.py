@@ -34,7 +34,8 @@ from pykv.errors import NumericsError
 BLAS_ROWS = 8  # from this many rows on, decoding a panel and calling the BLAS is faster
 PANEL_BYTES = 4 << 20  # of float32 weights that are decoded at a time
 GROUP_INPUTS, GROUP_BYTES = 128, 640  # of the input rows for byte products, vnni_numba.py
-ROW_TASK_BYTES = 16 << 10  # weight bytes of one task of a matrix-vector product
+# weight bytes of one task of a matrix-vector product: a sixteenth, within these
+LEAST_TASK_BYTES, MOST_TASK_BYTES = 16 << 10, 128 << 10
 
 
 class Weight:
@@ -54,6 +55,8 @@ class Weight:
         self.row_bytes = self.data.shape[1]
         self.address = int(self.data.ctypes.data)
         self.width = (self.n_in + 31) // 32 * 32
+        share = min(max(self.data.nbytes // 16, LEAST_TASK_BYTES), MOST_TASK_BYTES)
+        self.rows_per_task = max(4, share // self.row_bytes // 4 * 4)
 
 
 class CpuBackend(Backend):
@@ -129,7 +132,7 @@ class CpuBackend(Backend):
             return logits
 
     def _new_program(self) -> Program:
-        return Program(self.kernels.run, self.threads)
+        return Program(self.kernels.run)
 
     def _replay(self, graph: Any, step: Step) -> F32:
         formats = tuple(step.formats)
@@ -235,7 +238,7 @@ class CpuBackend(Backend):
                 inputs, n, x, weight.width * 4, weight.width // 32,
                 x.memory.derived[inputs].address, groups * GROUP_BYTES,
             )  # fmt: skip
-        per_task = max(4, ROW_TASK_BYTES // weight.row_bytes // 4 * 4)
+        per_task = weight.rows_per_task
         self.emit(
             f"vnni_{weight.type}", -(-weight.n_out // per_task), weight.address, weight.row_bytes,
             groups, x.memory.derived[inputs].address, groups * GROUP_BYTES, n, out,
@@ -247,7 +250,7 @@ class CpuBackend(Backend):
     def _matvec(
         self, x: Buffer, weight: Weight, add: Array | None, out: Buffer, first: int, rows: int
     ) -> None:
-        per_task = max(1, ROW_TASK_BYTES // weight.row_bytes)
+        per_task = weight.rows_per_task
         at = first * weight.n_out * 4
         self.emit(
             f"matvec_{weight.type}_r{rows}", -(-weight.n_out // per_task),

@@ -12,7 +12,7 @@ import numpy as np
 
 from pykv.backends import plan
 from pykv.backends.base import CacheFormats, LayerShape
-from pykv.backends.threads import load_tbb
+from pykv.backends.threads import give_way_address, load_tbb
 
 ELEMENTWISE = (
     "rms_norm", "rope", "swiglu", "geglu", "add", "bias", "softcap", "take_rows", "resize_rows",
@@ -57,8 +57,15 @@ class Kernels:
         self.cache_plan: list[str] = []
         self._vnni = jit_numba.has_features("avx512f", "avx512bw", "avx512vnni")
         with self._listening():
-            self.run = driver_numba.load()
-        self.run(0, 0, 0, threads)
+            self._run = driver_numba.load()
+        self._threads, self._give_way = threads, give_way_address()
+        self._state = np.zeros(1, np.int64)
+        self.run(0, 0, 0)
+
+    def run(self, program: int, first: int, last: int) -> None:
+        """Run lines `first` to `last` - 1 of the program at that address."""
+        state = int(self._state.ctypes.data)
+        self._run(program, first, last, self._threads, state, self._give_way)
 
     def __getitem__(self, name: str) -> int:
         """The kernel's address; what was not foreseen is compiled now."""

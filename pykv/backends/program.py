@@ -92,8 +92,8 @@ def word(value: Any) -> int:
 class Program:
     """Lines of kernels with their parameters, ready to run and to run again."""
 
-    def __init__(self, run: Callable[[int, int, int, int], None], threads: int) -> None:
-        self._run, self._threads = run, threads
+    def __init__(self, run: Callable[[int, int, int], None]) -> None:
+        self._run = run
         self._lines: list[tuple[int, int, int]] = []
         self._costs: list[int] = []
         self._keep: list[Any] = []  # parameters, and arrays that they point to
@@ -126,14 +126,14 @@ class Program:
     def run(self, check: Callable[[], None]) -> None:
         """Run all lines; before each slice `check` is called, and may raise."""
         if self._table is None:
-            self._table = np.zeros((len(self._lines), 4), np.int64)
+            self._table = np.zeros((len(self._lines), 6), np.int64)
             if self._lines:
                 self._table[:, :3] = self._lines
             self._slices = self._cut()
         address = int(self._table.ctypes.data)
         for first, last in self._slices:
             check()
-            self._run(address, first, last, self._threads)
+            self._run(address, first, last)
 
     def _cut(self) -> list[tuple[int, int]]:
         slices, first, cost = [], 0, 0

@@ -73,6 +73,16 @@ def load_tbb() -> bool:
     return False
 
 
+def give_way_address() -> int:
+    """The system's function that offers the core to another thread; 0 where there is none."""
+    try:
+        library = ctypes.WinDLL("kernel32") if os.name == "nt" else ctypes.CDLL(None)
+        name = "SwitchToThread" if os.name == "nt" else "sched_yield"
+        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+    except (OSError, AttributeError, TypeError):
+        return 0
+
+
 class BlasThreads:
     """The BLAS's thread count, set while a call runs and put back."""
 

@@ -31,6 +31,7 @@ from pykv.kernels.simd import (
     load_f32,
     maximum,
     nearest,
+    prefetch,
     put_f32,
     reduce_add,
     reduce_max,
@@ -58,6 +59,7 @@ GROUP_INPUTS, GROUP_BYTES = 128, 640
 SCALES_AT, OFFSETS_AT = 384, 512
 TINY = np.float32(1e-30)  # inputs below it count as zero: the reciprocal would overflow
 CHUNK = 32  # groups whose scales are unpacked at a time
+AHEAD_BYTES = 4096  # how far ahead of a row its successors are asked for
 SCALES_BYTES = 2048  # room for the scales of so many groups, and slack
 STACK_BYTES = 4 * SCALES_BYTES + 64
 LAYOUT = QUARTERS = 1  # QUARTERS: blocks in four groups
@@ -166,6 +168,8 @@ def four_rows(w, row_bytes, row, last, n_groups, n_blocks, x, scales, sums):
     w0, w1 = w + row * row_bytes, w + min(row + 1, last) * row_bytes
     w2, w3 = w + min(row + 2, last) * row_bytes, w + min(row + 3, last) * row_bytes
     a0, a1, a2, a3 = splat(f(0)), splat(f(0)), splat(f(0)), splat(f(0))
+    # the rows to come are asked for little by little: a burst would fill up the core's buffers
+    ahead, step = w0 + AHEAD_BYTES, (4 * row_bytes + n_groups - 1) // n_groups
     for start in range(0, n_groups, CHUNK):
         first = start * QUARTERS >> 2
         count = min(CHUNK * QUARTERS >> 2, n_blocks - first)
@@ -175,6 +179,8 @@ def four_rows(w, row_bytes, row, last, n_groups, n_blocks, x, scales, sums):
         group_scales(w3, first, count, scales + 3 * SCALES_BYTES)
         for g in range(start, min(start + CHUNK, n_groups)):
             at, k = x + g * GROUP_BYTES, g - start
+            for i in range(0, step, 64):
+                prefetch(ahead + g * step + i)
             a0 = group_dot(a0, w0, g, n_blocks, at, scales, k)
             a1 = group_dot(a1, w1, g, n_blocks, at, scales + SCALES_BYTES, k)
             a2 = group_dot(a2, w2, g, n_blocks, at, scales + 2 * SCALES_BYTES, k)

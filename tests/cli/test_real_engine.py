@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import gguf
 import pytest
 from terminal import PAUSE, Terminal
 
@@ -27,6 +26,7 @@ START = (
     "from pykv.cli.app import main\n"
     "sys.exit(main())\n"
 )
+COMPILING = "compiling kernels, once on this machine\n"
 SLACK = 2.0  # seconds that a busy machine may add
 needs_pty = pytest.mark.skipif(
     sys.platform == "win32", reason="Windows has no pseudo-terminals of this kind"
@@ -66,6 +66,9 @@ def start():
     for process in running:
         process.kill()
         process.wait()
+        for stream in process.stdin, process.stdout, process.stderr:
+            if stream is not None:
+                stream.close()
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def run(start):
             *args, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         out, err = process.communicate(stdin, timeout=100)
-        return process.returncode, out.decode(), err.decode()
+        return process.returncode, out.decode(), err.decode().replace(COMPILING, "")
 
     return finish
 
@@ -118,7 +121,8 @@ class TestGenerate:
         found = json.loads(out)
         assert found["text"] == small.RECITED
         template = "<s>system\nRules<e>\n<s>user\nHi<e>\n<s>assistant\n"
-        assert found["stats"]["prompt_tokens"] == len(re.sub("<.>", "*", template)) - 2  # an, th
+        # each mark is a token, and the "an" of assistant
+        assert found["stats"]["prompt_tokens"] == len(re.sub("<.>", "*", template)) - 1
 
     @pytest.mark.models
     def test_json_equals_what_the_library_says(self, run, smollm2_path):
@@ -216,7 +220,7 @@ class TestAtATerminal:
         t.type(b"/stats\r")
         # retry went back to the empty conversation, and read one message
         shown = t.until("> ")
-        assert "prompt: 24 tokens, 0 of them cached" in shown
+        assert "prompt: 21 tokens, 0 of them cached" in shown
         t.type(b"three\r")
         t.until(small.RECITED)
         t.until("> ")
@@ -225,7 +229,7 @@ class TestAtATerminal:
         t.until("4 messages written")
         t.until("> ")
         t.type(b"/stats\r")
-        cached = 24 + len(small.RECITED.encode())
+        cached = 21 + len(small.RECITED.encode())
         assert f", {cached} of them cached" in t.until("> ")
         t.type(b"/exit\r")
         t.until("<left>")
@@ -271,7 +275,7 @@ class TestAtATerminal:
         t.until("(stopped)")
         answering = time.monotonic() - began
         # a tenth of a second is the goal; what stands here holds on a busy machine too
-        assert max(reading, answering) < 0.1 + SLACK, (reading, answering)
+        assert max(reading, answering) < 0.1 + SLACK
         t.until("> ")
         t.type(b"/stats\r")
         assert "ended by cancelled" in t.until("> ")
@@ -306,8 +310,10 @@ class TestPerplexity:
         code, out, _ = run("perplexity", "-", *args, stdin=text)
         found = json.loads(out)
         assert (code, found["chunks"], found["tokens"]) == (0, 2, 2 * 63)
-        # a licence that models have read many times
-        assert 1 < found["perplexity"] < 12
+        with pykv.load(smollm2_path, load=LoadConfig(ctx_size=128, threads=1)) as model:
+            expected = model.perplexity(text.removesuffix(b"\n"), ctx_size=128, chunks=2)
+        assert found["perplexity"] == pytest.approx(expected.value, rel=1e-4)
+        assert found["chunk_values"] == pytest.approx(expected.chunk_values, rel=1e-4)
 
 
 @pytest.mark.models
@@ -356,10 +362,10 @@ class TestFiles:
         assert found["model"]["layers"] == layers
         costs = {c["type"]: c["bytes"] for c in found["cache"]}
         assert costs["f16"] == costs["bf16"] == costs["f32"] / 2 == f16_bytes
-        reader = gguf.GGUFReader(path) if fixture == "smollm2_path" else None
-        if reader is not None:
-            assert found["tensors"]["count"] == len(reader.tensors)
-            assert found["tensors"]["bytes"] == sum(int(t.n_bytes) for t in reader.tensors)
+        # a layer of llama has 9 tensors, of Gemma 3 with its four more norms 13; the embedding
+        # and the last norm
+        assert found["tensors"]["count"] == layers * {"llama": 9, "gemma3": 13}[architecture] + 2
+        assert 0.9 * path.stat().st_size < found["tensors"]["bytes"] < path.stat().st_size
         code, out, err = call("inspect", path)
         assert (code, err) == (0, "")
         assert re.search(rf"^layers +{layers}$", out, re.MULTILINE)
@@ -383,7 +389,7 @@ def broken(reciter, tmp_path):
 
     def make(kind):
         if kind == "folder":
-            path.mkdir()
+            path.mkdir(exist_ok=True)
         elif kind != "missing":
             path.write_bytes({
                 "random": bytes(range(256)) * 40,
@@ -443,7 +449,7 @@ def test_two_programs_at_once_with_no_kernels_compiled(start, run, reciter, smal
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         assert json.loads(out)["text"] == small.RECITED
-        assert b"compiling" in err
-    code, out, err = run(*args, env=env)
-    assert (code, "compiling" in err) == (0, False)
+        assert COMPILING in err.decode()
+    code, out, _ = run(*args, env=env)
+    assert code == 0
     assert json.loads(out)["stats"]["compile_seconds"] == 0
