@@ -27,15 +27,15 @@ from pykv.backends.base import (
 )
 from pykv.backends.cpu_attention import CpuAttention
 from pykv.backends.kernels import Kernels
+from pykv.backends.products import Products
 from pykv.backends.program import Arena, Buffer, Program
 from pykv.backends.threads import BlasThreads, default_threads
 from pykv.errors import NumericsError
 
 BLAS_ROWS = 8  # from this many rows on, decoding a panel and calling the BLAS is faster
-PANEL_BYTES = 4 << 20  # of float32 weights that are decoded at a time
 GROUP_INPUTS, GROUP_BYTES = 128, 640  # of the input rows for byte products, vnni_numba.py
-# weight bytes of one task of a matrix-vector product: a sixteenth, within these
-LEAST_TASK_BYTES, MOST_TASK_BYTES = 16 << 10, 128 << 10
+# weight bytes of one task of a matrix-vector product: an eighth, within these
+LEAST_TASK_BYTES, MOST_TASK_BYTES = 32 << 10, 512 << 10
 
 
 class Weight:
@@ -55,7 +55,7 @@ class Weight:
         self.row_bytes = self.data.shape[1]
         self.address = int(self.data.ctypes.data)
         self.width = (self.n_in + 31) // 32 * 32
-        share = min(max(self.data.nbytes // 16, LEAST_TASK_BYTES), MOST_TASK_BYTES)
+        share = min(max(self.data.nbytes // 8, LEAST_TASK_BYTES), MOST_TASK_BYTES)
         self.rows_per_task = max(4, share // self.row_bytes // 4 * 4)
 
 
@@ -80,7 +80,8 @@ class CpuBackend(Backend):
         self.deterministic = deterministic
         self.kernels = Kernels(self.threads, progress, kernel_cache)
         self.arena = Arena()
-        self._blas = BlasThreads(self.threads)
+        self._blas = BlasThreads()
+        self._products = Products(self.kernels, self.threads)
         self._lock = threading.Lock()
         self._weights: list[Weight] = []
         self._programs: dict[tuple[Any, ...], tuple[Program, Buffer, CpuAttention, Step]] = {}
@@ -122,6 +123,7 @@ class CpuBackend(Backend):
         self._weights.clear()
         self._program = self._new_program()
         self._attention, self.arena = None, Arena()
+        self._products.close()
 
     # running a batch
 
@@ -160,7 +162,7 @@ class CpuBackend(Backend):
         self._program, self.arena = self._new_program(), Arena()
         self._attention = CpuAttention(self, step)
         try:
-            with self._blas.limit():
+            with self._blas.one():
                 logits = graph.forward(step)
                 self._flush()
             self._attention.check()
@@ -168,13 +170,19 @@ class CpuBackend(Backend):
         finally:
             self._program, self.arena = self._new_program(), Arena()
             self._attention = None
+            self._products.release()
 
     def _flush(self) -> None:
         if len(self._program):
-            self._program.run(self._attention.step.check_cancelled if self._attention else _go_on)
+            self._program.run(self._check)
             self._program = self._new_program()
         if self._attention is not None:
             self._attention.check()
+
+    def _check(self) -> None:
+        """Raise CancelledError if the batch that runs is to stop."""
+        if self._attention is not None:
+            self._attention.step.check_cancelled()
 
     def buffer(self, *shape: int) -> Buffer:
         """Fresh memory for a result."""
@@ -263,14 +271,8 @@ class CpuBackend(Backend):
     def _linear_blas(self, x: Buffer, weight: Weight, add: Array | None) -> Buffer:
         out = self.buffer(x.shape[0], weight.n_out)
         self._flush()
-        result, rows = out.array, max(1, PANEL_BYTES // (weight.width * 4))
-        panel = self.buffer(min(rows, weight.n_out), weight.width)
-        for first in range(0, weight.n_out, rows):
-            count = min(rows, weight.n_out - first)
-            self._panel(weight, weight.address + first * weight.row_bytes, 0, panel, count)
-            self._flush()
-            np.matmul(x.array, panel.array[:count, : weight.n_in].T,
-                      out=result[:, first : first + count])  # fmt: skip
+        result = out.array
+        self._products.multiply(x.array, weight, result, self._check)
         if add is not None:
             result += add.array
         return out
@@ -334,10 +336,6 @@ class CpuBackend(Backend):
                 "layer %d: %d keys or values beyond the range of the cache's tail were clamped; "
                 "--kv-tail-type bf16 or f32 keeps them", layer, count,
             )  # fmt: skip
-
-
-def _go_on() -> None:
-    """Nothing stops a program that belongs to no batch."""
 
 
 def create(**settings: Any) -> CpuBackend:

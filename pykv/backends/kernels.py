@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pykv.backends import plan
-from pykv.backends.base import CacheFormats, LayerShape
+from pykv.backends.base import I64, CacheFormats, LayerShape
 from pykv.backends.threads import give_way_address, load_tbb
 
 ELEMENTWISE = (
@@ -66,6 +66,12 @@ class Kernels:
         """Run lines `first` to `last` - 1 of the program at that address."""
         state = int(self._state.ctypes.data)
         self._run(program, first, last, self._threads, state, self._give_way)
+
+    def run_here(self, name: str, ctx: I64) -> None:
+        """Run a kernel as one task on the calling thread, which may be any."""
+        state = np.zeros(1, np.int64)
+        line = np.array([self[name], ctx.ctypes.data, 1, 0, 0, 0], np.int64)
+        self._run(int(line.ctypes.data), 0, 1, 1, int(state.ctypes.data), 0)
 
     def __getitem__(self, name: str) -> int:
         """The kernel's address; what was not foreseen is compiled now."""

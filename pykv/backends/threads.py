@@ -86,17 +86,16 @@ def give_way_address() -> int:
 class BlasThreads:
     """The BLAS's thread count, set while a call runs and put back."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
+    def __init__(self) -> None:
         self._controller: Any = None
 
-    def limit(self) -> AbstractContextManager[Any]:
-        """A context in which the BLAS uses this many threads."""
+    def one(self) -> AbstractContextManager[Any]:
+        """A context in which the BLAS uses one thread for each of ours."""
         if self._controller is None:
             from threadpoolctl import ThreadpoolController
 
             self._controller = ThreadpoolController().select(user_api="blas")
         if not self._controller.lib_controllers:
             return nullcontext()
-        context: AbstractContextManager[Any] = self._controller.limit(limits=self._threads)
+        context: AbstractContextManager[Any] = self._controller.limit(limits=1)
         return context
