@@ -63,8 +63,8 @@ class CpuBackend(Backend):
     """Numba kernels on `threads` threads.
 
     `progress` is told each kernel that has to be compiled; `kernel_cache` is the folder that they
-    are kept in. `deterministic`: products and attention of every batch go row by row through the same kernels,
-    so that a row's result does not depend on the rows beside it.
+    are kept in. `deterministic`: products and attention of every batch go row by row through the
+    same kernels, so that a row's result does not depend on the rows beside it.
     """
 
     name = "cpu"
@@ -130,8 +130,7 @@ class CpuBackend(Backend):
     def run(self, graph: Any, step: Step) -> F32:  # noqa: D102
         with self._lock:
             few = step.n_rows < BLAS_ROWS and len(step.rounds) == 1 and not step.rounds[0].moves
-            logits = self._replay(graph, step) if few else self._run_once(graph, step)
-            return logits
+            return self._replay(graph, step) if few else self._run_once(graph, step)
 
     def _new_program(self) -> Program:
         return Program(self.kernels.run)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from pykv.backends.threads import give_way_address, load_tbb
 ELEMENTWISE = (
     "rms_norm", "rope", "swiglu", "geglu", "add", "bias", "softcap", "take_rows", "resize_rows",
 )  # fmt: skip
+_ENTRY = threading.Lock()  # for the threading layer that only one thread may enter
 MOST_HEADS = 4  # query heads that share one pass over a page
 
 
@@ -57,15 +59,18 @@ class Kernels:
         self.cache_plan: list[str] = []
         self._vnni = jit_numba.has_features("avx512f", "avx512bw", "avx512vnni")
         with self._listening():
-            self._run = driver_numba.load()
+            self._run: Any = driver_numba.load()  # type: ignore[no-untyped-call]
         self._threads, self._give_way = threads, give_way_address()
-        self._state = np.zeros(1, np.int64)
+        self._state, self._alone = np.zeros(1, np.int64), False
         self.run(0, 0, 0)
+        # this layer ends the process when two threads enter it
+        self._alone = self.layer() == "workqueue"
 
     def run(self, program: int, first: int, last: int) -> None:
         """Run lines `first` to `last` - 1 of the program at that address."""
         state = int(self._state.ctypes.data)
-        self._run(program, first, last, self._threads, state, self._give_way)
+        with _ENTRY if self._alone else nullcontext():
+            self._run(program, first, last, self._threads, state, self._give_way)
 
     def run_here(self, name: str, ctx: I64) -> None:
         """Run a kernel as one task on the calling thread, which may be any."""

@@ -1,8 +1,8 @@
 """Products with many rows: panels of weights, decoded to float32 and multiplied by the BLAS.
 
-Each of our threads decodes and multiplies panels of its own, with the BLAS on one thread: the BLAS's
-threads would wait in loops on the cores that our kernels need next. A panel is taken when a thread
-is free, so that a busy neighbour costs one panel and not half of the product.
+Each of our threads decodes and multiplies panels of its own, with the BLAS on one thread: threads
+of the BLAS would wait in loops on the cores that our kernels need next. A panel is taken when a
+thread is free, so that a busy neighbour costs one panel and not half of the product.
 """
 
 from __future__ import annotations

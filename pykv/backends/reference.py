@@ -36,14 +36,13 @@ def _format(name: str) -> Any:
 
 def page_at(address: int, n_bytes: int) -> U8:
     """The bytes of a page, writable."""
-    buffer = (ctypes.c_uint8 * n_bytes).from_address(address)
-    return np.frombuffer(buffer, np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(address))
 
 
 def table_at(address: int, n_kv: int, capacity: int) -> I64:
     """A page table, int64 [KV heads, capacity]."""
-    buffer = (ctypes.c_int64 * (n_kv * capacity)).from_address(address)
-    return np.frombuffer(buffer, np.int64).reshape(n_kv, capacity)
+    entries = (ctypes.c_int64 * (n_kv * capacity)).from_address(address)
+    return np.ctypeslib.as_array(entries).reshape(n_kv, capacity)
 
 
 class ReferenceBackend(Backend):

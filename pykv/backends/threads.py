@@ -31,7 +31,10 @@ def _physical_cores(logical: set[int]) -> int:
     for cpu in logical:
         topology = _SYSTEM / f"devices/system/cpu/cpu{cpu}/topology"
         try:
-            core = (topology / "core_id").read_text(), (topology / "physical_package_id").read_text()
+            core = (
+                (topology / "core_id").read_text(),
+                (topology / "physical_package_id").read_text(),
+            )
         except OSError:
             return len(logical)
         cores.add(core)
@@ -76,8 +79,9 @@ def load_tbb() -> bool:
 def give_way_address() -> int:
     """The system's function that offers the core to another thread; 0 where there is none."""
     try:
-        library = ctypes.WinDLL("kernel32") if os.name == "nt" else ctypes.CDLL(None)
-        name = "SwitchToThread" if os.name == "nt" else "sched_yield"
+        windows = os.name == "nt"
+        library = ctypes.CDLL("kernel32" if windows else None)
+        name = "SwitchToThread" if windows else "sched_yield"
         return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
     except (OSError, AttributeError, TypeError):
         return 0

@@ -1,10 +1,12 @@
-"""Pools of pages: opaque runs of bytes of one size, handed out by address.
+"""Pools of pages, and who holds which: opaque runs of bytes of one size, handed out by address.
 
 A pool grows in slabs that never move. A page may be held by several sequences; it is free again
 when the last lets go.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,3 +75,27 @@ class PagePool:
                 del self._extra[address]
             else:
                 self._extra[address] = more - 1
+
+
+@dataclass
+class Held:
+    """A sequence's tables, int64 [2 sides, layers, KV heads, capacity], and how far they reach."""
+
+    tables: I64
+    tokens: int = 0
+    encoded: int = 0  # pages
+    first: list[int] = field(default_factory=list)  # per layer: the first table entry still held
+
+
+@dataclass
+class Undo:
+    """What a batch changed in one sequence."""
+
+    sequence: int
+    low: int  # table entries low .. high - 1 may have changed
+    high: int
+    before: I64
+    taken: list[tuple[PagePool, I64]]
+    replaced: list[tuple[PagePool, I64]]  # held until the batch counts
+    tokens: int
+    encoded: int

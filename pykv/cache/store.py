@@ -13,88 +13,23 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from pykv import registry
 from pykv.backends.base import (
     I32,
     I64,
     PAGE,
     RECORD,
-    CacheFormats,
     LayerShape,
     Round,
     Segment,
     Step,
 )
-from pykv.cache.pages import PagePool
+from pykv.cache.layout import formats_of, page_sizes, residual_of
+from pykv.cache.pages import SLAB_BYTES, Held, PagePool, Undo
 from pykv.config import CacheConfig
-from pykv.errors import CacheFullError, ConfigError
-
-TAIL_TYPES = ("f16", "bf16", "f32")
-SIDES = ("key", "value")
-
-
-def formats_of(config: CacheConfig) -> CacheFormats:
-    """The formats of a layer's pages and tails.
-
-    Raises ConfigError: a tail type that is none; UnsupportedError: an unknown cache type.
-    """
-    tails = []
-    for name in (config.type_k, config.type_v):
-        format_ = registry.find("formats", name, "cache type").FORMAT
-        if "cache" not in format_.roles:
-            known = [
-                n for n in registry.names("formats")
-                if "cache" in registry.find("formats", n, "cache type").FORMAT.roles
-            ]  # fmt: skip
-            raise ConfigError(
-                f"{name} is a type of weights, not of caches; cache types are {', '.join(known)}"
-            )
-        if config.tail_type is not None and config.tail_type not in TAIL_TYPES:
-            raise ConfigError(
-                f"kv tail type '{config.tail_type}' is unknown; "
-                f"it is one of {', '.join(TAIL_TYPES)}"
-            )
-        tails.append(config.tail_type or (name if name in ("f32", "bf16") else "f16"))
-    return CacheFormats(config.type_k, config.type_v, *tails)
-
-
-def residual_of(config: CacheConfig) -> int:
-    """Newest tokens that stay exact: the flag, or the larger of the two formats' defaults."""
-    if config.residual is not None:
-        return config.residual
-    residuals: list[int] = [
-        registry.find("formats", name, "cache type").FORMAT.residual
-        for name in (config.type_k, config.type_v)
-    ]
-    return max(residuals)
-
-
-@dataclass
-class _Sequence:
-    """A sequence's tables, int64 [2 sides, layers, KV heads, capacity], and how far they reach."""
-
-    tables: I64
-    tokens: int = 0
-    encoded: int = 0  # pages
-    first: list[int] = field(default_factory=list)  # per layer: the first table entry still held
-
-
-@dataclass
-class _Undo:
-    """What a batch changed in one sequence."""
-
-    sequence: int
-    low: int  # table entries low .. high - 1 may have changed
-    high: int
-    before: I64
-    taken: list[tuple[PagePool, I64]]
-    replaced: list[tuple[PagePool, I64]]  # held until the batch counts
-    tokens: int
-    encoded: int
+from pykv.errors import CacheFullError
 
 
 class Store:
@@ -116,35 +51,14 @@ class Store:
         self.sinks = config.sinks
         self._fill = fill
         self._pools: dict[int, PagePool] = {}
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, Held] = {}
         self._next = 0
-        self._open: list[_Undo] = []
+        self._open: list[Undo] = []
         self._heads = max(s.n_kv for s in shapes)
         self._uniform = all(s.n_kv == self._heads for s in shapes)
         # tokens that a query sees in each layer, [layers, 1]
         self._reach = np.array([[s.window or n_ctx] for s in shapes], np.int64)
-        self._sizes = self._page_sizes()
-
-    def _page_sizes(self) -> dict[tuple[str, int], list[tuple[int, list[int]]]]:
-        """(kind of page, side) -> (page bytes, the layers whose pages have them)."""
-        sizes: dict[tuple[str, int], list[tuple[int, list[int]]]] = {}
-        names = {
-            "page": (self.formats.page_k, self.formats.page_v),
-            "tail": (self.formats.tail_k, self.formats.tail_v),
-            "sinks": (self.formats.tail_k, self.formats.tail_v),
-        }
-        slots = {"page": PAGE, "tail": PAGE, "sinks": (self.sinks + 15) // 16 * 16}
-        for kind, pair in names.items():
-            for side in (0, 1):
-                format_ = registry.find("formats", pair[side], "cache type").FORMAT
-                by_size: dict[int, list[int]] = {}
-                for layer, shape in enumerate(self.shapes):
-                    d = (shape.d_k, shape.d_v)[side]
-                    if slots[kind]:
-                        n_bytes = format_.page_bytes(d, SIDES[side], slots[kind])
-                        by_size.setdefault(n_bytes, []).append(layer)
-                sizes[kind, side] = list(by_size.items())
-        return sizes
+        self._sizes = page_sizes(self.shapes, self.formats, self.sinks)
 
     def _pool(self, page_bytes: int) -> PagePool:
         if page_bytes not in self._pools:
@@ -156,9 +70,9 @@ class Store:
     def new_sequence(self) -> int:
         """An empty sequence's number."""
         tables = np.zeros((2, len(self.shapes), self._heads, 16), np.int64)
-        return self._add(_Sequence(tables, first=[0] * len(self.shapes)))
+        return self._add(Held(tables, first=[0] * len(self.shapes)))
 
-    def _add(self, sequence: _Sequence) -> int:
+    def _add(self, sequence: Held) -> int:
         self._next += 1
         self._sequences[self._next] = sequence
         return self._next
@@ -172,7 +86,7 @@ class Store:
         old = self._sequences[sequence]
         for pool, addresses in self._pages_of(old):
             pool.hold(addresses)
-        return self._add(_Sequence(old.tables.copy(), old.tokens, old.encoded, list(old.first)))
+        return self._add(Held(old.tables.copy(), old.tokens, old.encoded, list(old.first)))
 
     def free(self, sequence: int) -> None:
         """Give back a sequence's pages."""
@@ -180,7 +94,7 @@ class Store:
         for pool, addresses in self._pages_of(old):
             pool.drop(addresses)
 
-    def _kind(self, sequence: _Sequence, entry: int) -> str:
+    def _kind(self, sequence: Held, entry: int) -> str:
         if entry == 0:
             return "sinks"
         return "page" if entry <= sequence.encoded else "tail"
@@ -189,7 +103,7 @@ class Store:
         """Table entries in use for that many tokens, the sinks' included."""
         return 1 + max(-(-(tokens - self.sinks) // PAGE), 0)
 
-    def _pages_of(self, sequence: _Sequence, low: int = 0) -> list[tuple[PagePool, I64]]:
+    def _pages_of(self, sequence: Held, low: int = 0) -> list[tuple[PagePool, I64]]:
         """All pages from table entry `low` on, by pool; entries that hold none are 0."""
         held = []
         high = self._entries(sequence.tokens)
@@ -223,7 +137,7 @@ class Store:
             held.first = [0] * len(self.shapes)
         return m
 
-    def _cut_point(self, held: _Sequence, n: int) -> int:
+    def _cut_point(self, held: Held, n: int) -> int:
         if n >= held.tokens:
             return held.tokens
         m = self._exact_point(held, n)
@@ -234,7 +148,7 @@ class Store:
                 return 0
         return m
 
-    def _exact_point(self, held: _Sequence, n: int) -> int:
+    def _exact_point(self, held: Held, n: int) -> int:
         encoded_end = self.sinks + held.encoded * PAGE
         if self.formats.exact or held.encoded == 0 or encoded_end + self.residual <= n:
             return n
@@ -299,7 +213,7 @@ class Store:
             held.tables = np.concatenate([held.tables, np.zeros_like(held.tables)], axis=3)
         # the oldest tail pages may be encoded by this batch
         low = min(low, held.encoded + 1)
-        undo = _Undo(
+        undo = Undo(
             sequence, low, high, held.tables[:, :, :, low:high].copy(), [], [],
             held.tokens, held.encoded,
         )  # fmt: skip
@@ -309,7 +223,7 @@ class Store:
         for entry in range(fresh, high):
             self._fill_entry(held, entry, "sinks" if entry == 0 else "tail", undo)
 
-    def _fill_entry(self, held: _Sequence, entry: int, kind: str, undo: _Undo) -> None:
+    def _fill_entry(self, held: Held, entry: int, kind: str, undo: Undo) -> None:
         for side in (0, 1):
             for n_bytes, layers in self._sizes[kind, side]:
                 pool, whole = self._pool(n_bytes), len(layers) == len(self.shapes)
@@ -321,7 +235,7 @@ class Store:
                     target[...] = addresses.reshape(target.shape)
                     undo.taken.append((pool, addresses))
 
-    def _own_partial_page(self, held: _Sequence, undo: _Undo) -> None:
+    def _own_partial_page(self, held: Held, undo: Undo) -> None:
         """Copy the page that the next token goes into, where another sequence holds it too."""
         entry = self._entry(held.tokens)
         start = self.sinks + (entry - 1) * PAGE if entry else 0
@@ -356,7 +270,7 @@ class Store:
         records[:, :, 6] = np.maximum(positions - self._reach + 1, 0)
         self._rounds(held, count, row, step)
 
-    def _rounds(self, held: _Sequence, count: int, row: int, step: Step) -> None:
+    def _rounds(self, held: Held, count: int, row: int, step: Step) -> None:
         done, number, encoded = 0, 0, held.encoded
         undo = self._open[-1]
         while done < count:
@@ -374,7 +288,7 @@ class Store:
             done, number = done + take, number + 1
         held.tokens, held.encoded = held.tokens + count, encoded
 
-    def _encode_entry(self, held: _Sequence, entry: int, undo: _Undo) -> list[tuple[I64, I64]]:
+    def _encode_entry(self, held: Held, entry: int, undo: Undo) -> list[tuple[I64, I64]]:
         """New pages for a table entry: per layer and side, where the old stand and the new go."""
         moves: list[list[I64]] = [[], []]
         pairs = (
@@ -422,7 +336,7 @@ class Store:
                 pool.drop(addresses)
         self._open = []
 
-    def _leave_window(self, held: _Sequence) -> None:
+    def _leave_window(self, held: Held) -> None:
         for layer, shape in enumerate(self.shapes):
             if not shape.window:
                 continue
@@ -470,5 +384,5 @@ class Store:
                     tail = kept if self.formats.exact else min(kept, self.residual + PAGE)
                     tokens = {"sinks": 1, "page": kept - tail, "tail": tail}[kind]
                     total += -(-tokens // PAGE) * n_bytes * shape.n_kv
-                total += 1 << 20
+                total += SLAB_BYTES
         return total

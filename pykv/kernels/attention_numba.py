@@ -22,15 +22,17 @@ from pykv.kernels.jit_numba import device
 from pykv.kernels.math_numba import exp16
 from pykv.kernels.plain_numba import PAGE
 from pykv.kernels.simd import (
-    load_f32,
     maximum,
-    put_f32,
     reduce_add,
     reduce_max,
+    splat,
+)
+from pykv.kernels.simd_memory import (
+    load_f32,
+    put_f32,
     scalar_f32,
     scalar_i32,
     scalar_i64,
-    splat,
     store_f32,
 )
 

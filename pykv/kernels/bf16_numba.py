@@ -6,7 +6,11 @@ import numpy as np
 
 from pykv.kernels import plain_numba
 from pykv.kernels.jit_numba import device
-from pykv.kernels.simd import load_bf16, put_bf16, store_bf16
+from pykv.kernels.simd_memory import (
+    load_bf16,
+    put_bf16,
+    store_bf16,
+)
 
 BLOCK_LEN, BLOCK_BYTES = 32, 64
 LIMIT = np.float32(3.3895313892515355e38)  # the largest finite value

@@ -11,8 +11,10 @@ import numpy as np
 from pykv.kernels.attention_numba import RECORD, entry_of, sink_slots
 from pykv.kernels.jit_numba import device
 from pykv.kernels.plain_numba import PAGE
-from pykv.kernels.simd import (
+from pykv.kernels.simd_control import (
     fetch_add,
+)
+from pykv.kernels.simd_memory import (
     put_f32,
     put_i64,
     scalar_f32,

@@ -14,15 +14,17 @@ import numba
 from numba import prange, types
 
 from pykv.kernels import jit_numba
-from pykv.kernels.simd import (
+from pykv.kernels.simd_control import (
     call_kernel,
     call_plain,
     fetch_add,
     load_acquire,
     pause,
+    store_release,
+)
+from pykv.kernels.simd_memory import (
     put_i64,
     scalar_i64,
-    store_release,
 )
 
 ROW = 48  # bytes of one program line

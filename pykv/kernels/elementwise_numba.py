@@ -13,13 +13,15 @@ from pykv.kernels.simd import (
     divide,
     fma,
     fma_scalar,
+    reduce_add,
+    splat,
+)
+from pykv.kernels.simd_memory import (
     load_f32,
     put_f32,
-    reduce_add,
     scalar_f32,
     scalar_i32,
     scalar_i64,
-    splat,
     store_f32,
 )
 

@@ -6,7 +6,11 @@ import numpy as np
 
 from pykv.kernels import plain_numba
 from pykv.kernels.jit_numba import device
-from pykv.kernels.simd import load_f16, put_f16, store_f16
+from pykv.kernels.simd_memory import (
+    load_f16,
+    put_f16,
+    store_f16,
+)
 
 BLOCK_LEN, BLOCK_BYTES = 32, 64
 LIMIT = np.float32(65504)  # the largest finite value

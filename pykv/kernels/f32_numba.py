@@ -6,7 +6,11 @@ import numpy as np
 
 from pykv.kernels import plain_numba
 from pykv.kernels.jit_numba import device
-from pykv.kernels.simd import load_f32, put_f32, store_f32
+from pykv.kernels.simd_memory import (
+    load_f32,
+    put_f32,
+    store_f32,
+)
 
 BLOCK_LEN, BLOCK_BYTES = 32, 128
 LIMIT = np.float32(3.4028234663852886e38)  # the largest finite value

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pykv.formats.iq4_nl import TABLE
 from pykv.kernels.jit_numba import device
-from pykv.kernels.simd import field, load_u8, lookup, scalar_f16, to_f32
+from pykv.kernels.simd import (
+    field,
+    lookup,
+    to_f32,
+)
+from pykv.kernels.simd_memory import (
+    load_u8,
+    scalar_f16,
+)
 
 BLOCK_LEN, BLOCK_BYTES = 32, 18
 

@@ -6,7 +6,11 @@ from numba import float32
 
 from pykv.kernels.iq4_nl_numba import steps
 from pykv.kernels.jit_numba import device
-from pykv.kernels.simd import scalar_f16, scalar_u8, scalar_u16
+from pykv.kernels.simd_memory import (
+    scalar_f16,
+    scalar_u8,
+    scalar_u16,
+)
 
 BLOCK_LEN, BLOCK_BYTES = 256, 136
 

@@ -1,12 +1,12 @@
 """The one place for Numba's flags and its on-disk cache.
 
-A kernel is a C function `void(ctx, task, worker)`: `ctx` is the address of 8-byte parameters, `task`
-the number of the piece of work, `worker` a small number that no other running task of the same launch
-has, for scratch memory. It is copied from a module-level template whose free names are bound
-in the copy's globals and whose `__qualname__` names them, because Numba finds neither a closure
-over jitted functions nor two copies of one name in its cache. The compiled code lies in a folder
-named by a hash of the kernel sources, since Numba does not see changes in the files that a kernel
-calls into.
+A kernel is a C function `void(ctx, task, worker)`: `ctx` is the address of 8-byte parameters,
+`task` the number of the piece of work, `worker` a small number that no other running task of the
+same launch has, for scratch memory. It is copied from a module-level template whose free names are
+bound in the copy's globals and whose `__qualname__` names them, because Numba finds neither a
+closure over jitted functions nor two copies of one name in its cache. The compiled code lies in a
+folder named by a hash of the kernel sources, since Numba does not see changes in the files that a
+kernel calls into.
 
 Source: numba/core/caching.py, `_CacheLocator` and `FunctionCache` (the hooks used here).
 """
@@ -173,8 +173,9 @@ def bind(template: Callable[..., Any], name: str, **names: Any) -> types.Functio
 
 def kernel(template: Callable[..., Any], name: str, **names: Any) -> CFunc:
     """Compile, or load, the kernel `name`: `template(ctx, task, worker)` with `names` bound."""
-    function = CFunc(bind(template, name, **names), (SIGNATURE.args, SIGNATURE.return_type), {},
-                     OPTIONS)
+    function = CFunc(
+        bind(template, name, **names), (SIGNATURE.args, SIGNATURE.return_type), {}, OPTIONS
+    )
     function._cache = _Cache(function._pyfunc)
     function.compile()
     return function

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from pykv.kernels.jit_numba import device
 from pykv.kernels.simd import (
+    reduce_add,
+)
+from pykv.kernels.simd_group import (
     add_groups,
     add_row_products,
+    zeros,
+)
+from pykv.kernels.simd_memory import (
     put_f32,
-    reduce_add,
     scalar_f32,
     scalar_i32,
     scalar_i64,
     store_f32,
-    zeros,
 )
 
 # bound per weight type by the loader
@@ -54,7 +58,7 @@ def matvec(ctx, task, worker):
             if add != 0:
                 value += scalar_f32(add + i * out_stride + r * 4)
             put_f32(out + i * out_stride + r * 4, value)
-            i += 1
+            i += 1  # noqa: SIM113 - Numba cannot enumerate the members of a tuple
 
 
 # ctx: weights, row_bytes, n_blocks, rows (addresses of int32 row numbers, or 0), out, out_stride,

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pykv.formats.mxfp4 import TABLE
 from pykv.kernels.jit_numba import device
-from pykv.kernels.simd import field, float_from_bits, load_u8, lookup, scalar_u8, to_f32
+from pykv.kernels.simd import (
+    field,
+    float_from_bits,
+    lookup,
+    to_f32,
+)
+from pykv.kernels.simd_memory import (
+    load_u8,
+    scalar_u8,
+)
 
 BLOCK_LEN, BLOCK_BYTES = 32, 17
 

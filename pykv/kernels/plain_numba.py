@@ -24,15 +24,17 @@ from typing import Any
 import numpy as np
 
 from pykv.kernels.jit_numba import bind, device
-from pykv.kernels.simd import (
+from pykv.kernels.simd_group import (
     add_products,
-    load_f32,
     load_group,
+    store_group,
+    zeros,
+)
+from pykv.kernels.simd_memory import (
+    load_f32,
     scalar_f32,
     scalar_i64,
     store_f32,
-    store_group,
-    zeros,
 )
 
 PAGE = 64  # tokens

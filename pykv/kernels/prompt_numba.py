@@ -14,7 +14,6 @@ import numpy as np
 
 from pykv.kernels.attention_numba import (
     MASKED,
-    RECORD,
     entry_of,
     mask,
     sink_slots,
@@ -23,19 +22,23 @@ from pykv.kernels.jit_numba import device
 from pykv.kernels.math_numba import exp16
 from pykv.kernels.plain_numba import PAGE
 from pykv.kernels.simd import (
-    add_products,
-    load_f32,
-    load_group,
     maximum,
-    put_f32,
     reduce_add,
     reduce_max,
-    scalar_f32,
-    scalar_i64,
     splat,
-    store_f32,
+)
+from pykv.kernels.simd_group import (
+    add_products,
+    load_group,
     store_group,
     zeros,
+)
+from pykv.kernels.simd_memory import (
+    load_f32,
+    put_f32,
+    scalar_f32,
+    scalar_i64,
+    store_f32,
 )
 
 f = np.float32

@@ -8,12 +8,14 @@ from pykv.kernels.jit_numba import device
 from pykv.kernels.simd import (
     field,
     fma,
-    load_u8,
-    scalar_f16,
-    scalar_u8,
     shift_right,
     splat,
     to_f32,
+)
+from pykv.kernels.simd_memory import (
+    load_u8,
+    scalar_f16,
+    scalar_u8,
 )
 
 BLOCK_LEN, BLOCK_BYTES = 256, 84

@@ -9,13 +9,15 @@ from pykv.kernels.q2_k_numba import two_bits
 from pykv.kernels.simd import (
     field,
     fma,
-    load_u8,
-    scalar_f16,
-    scalar_u8,
     shift_left,
     shift_right,
     splat,
     to_f32,
+)
+from pykv.kernels.simd_memory import (
+    load_u8,
+    scalar_f16,
+    scalar_u8,
 )
 
 BLOCK_LEN, BLOCK_BYTES = 256, 110

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
-
 from numba import float32
 
 from pykv.kernels.jit_numba import device, inlined
 from pykv.kernels.simd import (
     field,
     fma,
-    load_f32,
-    load_u8,
-    scalar_f16,
     splat,
     to_f32,
 )
 from pykv.kernels.simd_int import bits, load_4x16, spread
+from pykv.kernels.simd_memory import (
+    load_f32,
+    load_u8,
+    scalar_f16,
+)
 from pykv.kernels.vnni_numba import HALVES, OFFSETS_AT, SCALES_AT, both_products, single_scales
 
 BLOCK_LEN, BLOCK_BYTES = 32, 18

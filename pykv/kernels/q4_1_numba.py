@@ -8,15 +8,17 @@ from pykv.kernels.jit_numba import device, inlined
 from pykv.kernels.simd import (
     field,
     fma,
+    splat,
+    to_f32,
+)
+from pykv.kernels.simd_int import bits, load_4x16, spread
+from pykv.kernels.simd_memory import (
     load_f32,
     load_u8,
     put_f32,
     scalar_f16,
-    splat,
-    to_f32,
     widen_four,
 )
-from pykv.kernels.simd_int import bits, load_4x16, spread
 from pykv.kernels.vnni_numba import HALVES, OFFSETS_AT, SCALES_AT, both_products
 
 BLOCK_LEN, BLOCK_BYTES = 32, 20

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import numpy as np
-
 from numba import float32
 
 from pykv.kernels.jit_numba import device, inlined
 from pykv.kernels.simd import (
     field,
     fma,
-    load_f32,
-    load_u8,
-    scalar_f16,
-    scalar_u32,
-    scalar_u8,
     shift_right,
     splat,
-    store_f32,
     to_f32,
 )
 from pykv.kernels.simd_int import bits, bytes_of, load_64, spread, two_halves
+from pykv.kernels.simd_memory import (
+    load_f32,
+    load_u8,
+    scalar_f16,
+    scalar_u8,
+    scalar_u32,
+    store_f32,
+)
 from pykv.kernels.vnni_numba import OFFSETS_AT, PAIRS, SCALES_AT, products
 
 BLOCK_LEN, BLOCK_BYTES = 256, 144

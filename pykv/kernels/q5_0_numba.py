@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-
 from numba import float32
 
 from pykv.kernels.jit_numba import device, inlined
@@ -11,15 +10,17 @@ from pykv.kernels.simd import (
     bit_set,
     field,
     fma,
-    load_f32,
-    load_u8,
-    scalar_f16,
-    scalar_u32,
     shift_left,
     splat,
     to_f32,
 )
 from pykv.kernels.simd_int import add_where, bits, load_4x16, spread
+from pykv.kernels.simd_memory import (
+    load_f32,
+    load_u8,
+    scalar_f16,
+    scalar_u32,
+)
 from pykv.kernels.vnni_numba import HALVES, OFFSETS_AT, SCALES_AT, both_products, single_scales
 
 BLOCK_LEN, BLOCK_BYTES = 32, 22

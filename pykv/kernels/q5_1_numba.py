@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pykv.kernels.jit_numba import device
 from pykv.kernels.q5_0_numba import five_bits
-from pykv.kernels.simd import fma, scalar_f16, splat
+from pykv.kernels.simd import (
+    fma,
+    splat,
+)
+from pykv.kernels.simd_memory import (
+    scalar_f16,
+)
 
 BLOCK_LEN, BLOCK_BYTES = 32, 24
 

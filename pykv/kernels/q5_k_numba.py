@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from pykv.kernels.jit_numba import device
 from pykv.kernels.q4_k_numba import scale_and_minimum
-from pykv.kernels.simd import field, fma, load_u8, shift_left, shift_right, splat, to_f32
+from pykv.kernels.simd import (
+    field,
+    fma,
+    shift_left,
+    shift_right,
+    splat,
+    to_f32,
+)
+from pykv.kernels.simd_memory import (
+    load_u8,
+)
 
 BLOCK_LEN, BLOCK_BYTES = 256, 176
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-
 from numba import float32
 
 from pykv.kernels.jit_numba import device, inlined
@@ -11,18 +10,20 @@ from pykv.kernels.q2_k_numba import two_bits
 from pykv.kernels.simd import (
     field,
     fma,
+    shift_left,
+    shift_right,
+    splat,
+    to_f32,
+)
+from pykv.kernels.simd_int import bits, either, load_64, spread, twice, two_bits_up
+from pykv.kernels.simd_memory import (
     load_f32,
     load_i8,
     load_u8,
     scalar_f16,
     scalar_i8,
-    shift_left,
-    shift_right,
-    splat,
     store_f32,
-    to_f32,
 )
-from pykv.kernels.simd_int import bits, either, load_64, spread, twice, two_bits_up
 from pykv.kernels.vnni_numba import NATURAL, OFFSETS_AT, SCALES_AT, products
 
 BLOCK_LEN, BLOCK_BYTES = 256, 210

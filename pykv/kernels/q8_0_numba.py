@@ -7,12 +7,14 @@ import numpy as np
 from pykv.kernels.jit_numba import device, inlined
 from pykv.kernels.simd import (
     fma,
-    load_f32,
-    load_i8,
-    scalar_f16,
     to_f32,
 )
 from pykv.kernels.simd_int import flip, load_2x32, spread
+from pykv.kernels.simd_memory import (
+    load_f32,
+    load_i8,
+    scalar_f16,
+)
 from pykv.kernels.vnni_numba import NATURAL, OFFSETS_AT, SCALES_AT, products, single_scales
 
 BLOCK_LEN, BLOCK_BYTES = 32, 34

@@ -13,7 +13,18 @@ from numba import types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-from pykv.kernels.simd import _F32, _I8, _I16, _I32, _I64, _call, _load, _store, f32x16, i32x16
+from pykv.kernels.simd import (
+    _F32,
+    _I8,
+    _I16,
+    _I32,
+    _I64,
+    _call,
+    _load,
+    _store,
+    f32x16,
+    i32x16,
+)
 
 
 class Bytes(types.Type):

@@ -1,13 +1,14 @@
 """Weights times an input row through exact byte products, for CPUs with AVX-512 VNNI.
 
-The input row is written as integers of 20 or 22 bits and a scale for each 32 values, the integers as
+The input row is written as integers of 20 or 22 bits with a scale for each 32 values, an integer as
 three signed bytes. A weight's code is a byte as it stands in the file, so the products of codes and
-bytes add up exactly; only the scales are applied in float32. The error per value is 2**-21 or 2**-23
-of the largest of its 32 neighbours, what float32 sums of that length lose as well.
+bytes add up exactly; only the scales are applied in float32. A value is off by 2**-21 or 2**-23 of
+the largest of its 32 neighbours, which is what float32 sums of that length lose as well.
 
 A group is 128 inputs, 640 bytes: two vectors of 64 bytes for each of three digits (the highest
 first), then for two int32 sums 16 scales each, then for each 16 offsets: ZERO times the sum of 16
-inputs, in the first of their lanes (of 32 for HALVES). Which inputs stand in which vector is the type's LAYOUT:
+inputs, in the first of their lanes (of 32 for HALVES). Which inputs stand in which vector is the
+type's LAYOUT:
 NATURAL  inputs 0-63 | 64-127
 HALVES   of each of 4 blocks of 32 the inputs 0-15 | 16-31 (one int32 sum for both)
 PAIRS    inputs 0-31, 64-95 | 32-63, 96-127
@@ -28,20 +29,15 @@ from pykv.kernels.jit_numba import inlined as device
 from pykv.kernels.simd import (
     absolute,
     all_finite,
-    load_f32,
     maximum,
     nearest,
-    prefetch,
-    put_f32,
     reduce_add,
     reduce_max,
-    scalar_f32,
-    scalar_i64,
     splat,
-    stack,
-    store_f32,
     to_i32,
-    widen_four,
+)
+from pykv.kernels.simd_control import (
+    prefetch,
 )
 from pykv.kernels.simd_int import (
     digit,
@@ -51,6 +47,15 @@ from pykv.kernels.simd_int import (
     sum_lanes,
     times_two_to,
     without_digit,
+)
+from pykv.kernels.simd_memory import (
+    load_f32,
+    put_f32,
+    scalar_f32,
+    scalar_i64,
+    stack,
+    store_f32,
+    widen_four,
 )
 
 f = np.float32
@@ -75,9 +80,12 @@ def place(layout, block):
         return block * 32, block * 32 + 16, block // 2, block % 2 * 8
     if layout == HALVES:
         return block * 16, 64 + block * 16, 0, block * 4
-    return block % 2 * 64 + block // 2 * 32, block % 2 * 64 + block // 2 * 32 + 16, (
-        block % 2
-    ), block // 2 * 8
+    return (
+        block % 2 * 64 + block // 2 * 32,
+        block % 2 * 64 + block // 2 * 32 + 16,
+        (block % 2),
+        block // 2 * 8,
+    )
 
 
 @device

@@ -11,7 +11,8 @@ from store_oracle import ENCODED, FORMATS, SHAPES, fill, oracle
 
 from pykv.backends.base import PAGE, CacheFormats, LayerShape
 from pykv.cache import pages
-from pykv.cache.store import Store, formats_of, residual_of
+from pykv.cache.layout import formats_of, residual_of
+from pykv.cache.store import Store
 from pykv.config import CacheConfig
 from pykv.errors import CacheFullError, ConfigError, UnsupportedError
 

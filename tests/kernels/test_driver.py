@@ -8,7 +8,13 @@ import pytest
 from pykv.backends.program import Program
 from pykv.backends.threads import load_tbb
 from pykv.kernels import driver_numba, jit_numba
-from pykv.kernels.simd import fetch_add, put_i64, scalar_i64
+from pykv.kernels.simd_control import (
+    fetch_add,
+)
+from pykv.kernels.simd_memory import (
+    put_i64,
+    scalar_i64,
+)
 
 
 # ctx: counters int64 [tasks], workers int64 [tasks]

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from pykv.kernels import jit_numba
-from pykv.kernels.simd import put_i64, scalar_i64
+from pykv.kernels.simd_memory import (
+    put_i64,
+    scalar_i64,
+)
 
 ADD = 1
 

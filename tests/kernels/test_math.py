@@ -6,7 +6,11 @@ import numpy as np
 from launch import launch
 
 from pykv.kernels.math_numba import exp16, sigmoid16
-from pykv.kernels.simd import load_f32, scalar_i64, store_f32
+from pykv.kernels.simd_memory import (
+    load_f32,
+    scalar_i64,
+    store_f32,
+)
 
 
 # ctx: x, n, e**x, sigmoid
