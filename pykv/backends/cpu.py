@@ -103,7 +103,7 @@ class CpuBackend(Backend):
 
     def prepare(self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]) -> None:  # noqa: D102
         types = sorted({w.type for w in self._weights})
-        self.kernels.load_weights(types, self.deterministic)
+        self.kernels.load_weights(types)
         self.kernels.load_cache(shapes, formats)
         self.plan = [
             f"cpu backend: {self.threads} threads, threading layer {self.kernels.layer()}",
@@ -137,7 +137,8 @@ class CpuBackend(Backend):
 
     def _replay(self, graph: Any, step: Step) -> F32:
         formats = tuple(step.formats)
-        key = (step.n_rows, len(step.outputs), CpuAttention.capacity(step), formats)
+        # the graph itself is part of the key, and so stays alive
+        key = (graph, step.n_rows, len(step.outputs), CpuAttention.capacity(step), formats)
         if key not in self._programs:
             self._program, self.arena = self._new_program(), Arena()
             self._program.keep(self.arena)

@@ -60,6 +60,7 @@ class CpuAttention:
 
     def refresh(self, program: Program) -> None:
         """Take over the step's positions: RoPE tables and the number of chunks."""
+        self._flags[:] = 0  # a run that was stopped may have left some
         for rope, cos, sin in self._ropes.values():
             cos[:], sin[:] = rope.tables(self.step.positions)
         records = self.step.records

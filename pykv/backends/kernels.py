@@ -80,7 +80,7 @@ class Kernels:
 
     def __getitem__(self, name: str) -> int:
         """The kernel's address; what was not foreseen is compiled now."""
-        if name not in self._kernels:
+        if not self._have(name):
             with self._listening():
                 self._load_by_name(name)
         address: int = self._kernels[name].address
@@ -103,6 +103,15 @@ class Kernels:
     def layer(self) -> str:
         """Numba's threading layer."""
         return self._driver.layer()
+
+    def _have(self, name: str) -> bool:
+        """Whether the kernel is here, or this process has loaded it for somebody else."""
+        if name not in self._kernels:
+            known = self._jit.loaded(name)
+            if known is None:
+                return False
+            self._kernels[name] = known
+        return True
 
     def _add(self, name: str, template: Any, **names: Any) -> None:
         if name not in self._kernels:
@@ -164,14 +173,14 @@ class Kernels:
         n: int = self._weight_module(type_).BLOCK_LEN
         return n
 
-    def load_weights(self, types: Sequence[str], deterministic: bool) -> None:
+    def load_weights(self, types: Sequence[str]) -> None:
         """Compile what a first token needs of these weight types."""
         for type_ in types:
             names, inputs = [f"panel_{type_}"], self.vnni_inputs(type_)
             if inputs is not None:
                 names += [inputs, f"vnni_{type_}"]
             else:
-                names += [f"matvec_{type_}_r{n}" for n in ((1, 4) if deterministic else (1,))]
+                names += [f"matvec_{type_}_r1", f"matvec_{type_}_r4"]
             for name in names:
                 _ = self[name]
         for name in ELEMENTWISE:
@@ -228,4 +237,4 @@ class Kernels:
 
     def _bound(self, template: Any, name: str, **names: Any) -> Any:
         """A function for kernels to call, with `names` bound."""
-        return self._jit.device(self._jit.bind(template, name, **names))
+        return self._jit.bound(template, name, **names)

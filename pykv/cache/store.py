@@ -320,11 +320,12 @@ class Store:
 
     def commit(self) -> None:
         """Make the batch count: pages that it replaced, or that no query sees any more, go."""
-        for undo in self._open:
+        # first: an interrupt from here on may lose a page, but not give one back twice
+        done, self._open = self._open, []
+        for undo in done:
             for pool, addresses in undo.replaced:
                 pool.drop(addresses)
             self._leave_window(self._sequences[undo.sequence])
-        self._open = []
 
     def abort(self) -> None:
         """Leave every sequence of the batch as it was before."""

@@ -323,9 +323,10 @@ class Model:
             **self.dev.facts(),
         }
 
-    def cache_facts(self) -> dict[str, int]:
-        """Fields of Stats about the cache as it is now."""
+    def run_facts(self) -> dict[str, Any]:
+        """Fields of Stats that are known when a run ends: the backend's and the cache's."""
         return {
+            **self.dev.facts(),
             "cache_bytes": self.store.nbytes,
             "cache_reserved_bytes": self.store.reserved_nbytes,
             "cache_f16_bytes": self.store.f16_nbytes,

@@ -240,7 +240,7 @@ class Generation:
     def _conclude(self) -> None:
         on_end, self._on_end = self._on_end, None
         if not self._model.closed:
-            facts: dict[str, Any] = self._model.cache_facts()
+            facts: dict[str, Any] = self._model.run_facts()
             self.stats = replace(self.stats, finish=self._finish, **facts)
             if on_end is not None:
                 on_end(self)

@@ -55,6 +55,8 @@ class Compiled:
 
 compiled = Compiled()
 _folder: Path | None = None
+_bound: dict[str, Any] = {}
+_loaded: dict[tuple[Path, str], Any] = {}  # machine code is never given back: load it once
 
 
 def sources_hash() -> str:
@@ -171,20 +173,43 @@ def bind(template: Callable[..., Any], name: str, **names: Any) -> types.Functio
     return copy
 
 
+def bound(template: Callable[..., Any], name: str, **names: Any) -> Any:
+    """A function for kernels to call: `template` with `names` bound, made once in a process."""
+    if name not in _bound:
+        _bound[name] = device(bind(template, name, **names))
+    return _bound[name]
+
+
+def loaded(name: str) -> CFunc | None:
+    """The kernel `name`, if this process has it already."""
+    known: CFunc | None = _loaded.get((cache_folder(), name))
+    return known
+
+
 def kernel(template: Callable[..., Any], name: str, **names: Any) -> CFunc:
-    """Compile, or load, the kernel `name`: `template(ctx, task, worker)` with `names` bound."""
+    """Compile, or load, the kernel `name`: `template(ctx, task, worker)` with `names` bound.
+
+    A process loads it once: Numba never gives machine code back.
+    """
+    known = loaded(name)
+    if known is not None:
+        return known
     function = CFunc(
         bind(template, name, **names), (SIGNATURE.args, SIGNATURE.return_type), {}, OPTIONS
     )
     function._cache = _Cache(function._pyfunc)
     function.compile()
+    _loaded[cache_folder(), name] = function
     return function
 
 
 def entry(template: Callable[..., Any], name: str, signature: Any, **options: Any) -> Any:
     """Compile, or load, a function that Python calls, with one fixed signature."""
+    if (cache_folder(), name) in _loaded:
+        return _loaded[cache_folder(), name]
     dispatcher = njit(**OPTIONS, **options)(bind(template, name))
     dispatcher._cache = _Cache(dispatcher.py_func)
     dispatcher.compile(signature)
     dispatcher.disable_compile()
+    _loaded[cache_folder(), name] = dispatcher
     return dispatcher

@@ -27,6 +27,17 @@ START = (
 )
 
 
+REAL = (
+    "import sys\n"
+    "if sys.stdin.isatty():\n"
+    "    import fcntl, termios\n"
+    "    fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"  # so that Ctrl-C typed there is a signal here
+    "from pykv.cli.app import main\n"
+    "sys.exit(main())\n"
+)
+COMPILING = "compiling kernels, once on this machine\n"
+
+
 @pytest.fixture
 def engine(monkeypatch):
     """The fake engine, in the place of the real one."""
@@ -126,3 +137,59 @@ def terminal(process):
     yield start
     for each in opened:
         each.close()
+
+
+@pytest.fixture(scope="session")
+def small():
+    """The module that writes the engine's small models."""
+    path = HERE.parents[1] / "tests" / "engine" / "small_model.py"
+    spec = importlib.util.spec_from_file_location("small_model", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def reciter(small, tmp_path_factory):
+    """A small model that recites a known text."""
+    return str(small.write_model(tmp_path_factory.mktemp("models") / "small.gguf", recite=True))
+
+
+@pytest.fixture
+def start():
+    """Starts `pykv` with arguments as a process of its own; ends what still runs."""
+    running = []
+
+    def begin(*args, env=None, **settings):
+        environ = os.environ | {
+            "PYTHONPATH": str(HERE.parents[1]),
+            "TERM": "xterm",
+            "LANG": "C.UTF-8",
+        }
+        environ.pop("PYKV_MODEL", None)
+        settings.setdefault("stdin", subprocess.DEVNULL)
+        command = [sys.executable, "-c", REAL, *map(str, args)]
+        running.append(subprocess.Popen(command, env=environ | (env or {}), **settings))
+        return running[-1]
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.wait()
+        for stream in process.stdin, process.stdout, process.stderr:
+            if stream is not None:
+                stream.close()
+
+
+@pytest.fixture
+def run(start):
+    """Runs `pykv` to its end: exit code, standard output and standard error."""
+
+    def finish(*args, stdin=None, env=None):
+        process = start(
+            *args, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        out, err = process.communicate(stdin, timeout=100)
+        return process.returncode, out.decode(), err.decode().replace(COMPILING, "")
+
+    return finish

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ _spec = importlib.util.spec_from_file_location(
     "small_model", Path(__file__).parent / "small_model.py"
 )
 small_model = importlib.util.module_from_spec(_spec)
+sys.modules["small_model"] = small_model  # so that the tests can import it
 _spec.loader.exec_module(small_model)
 
 
@@ -64,3 +66,26 @@ def _quiet_log():
     before = logger.level, logger.handlers[:], logger.propagate
     yield
     assert (logger.level, logger.handlers, logger.propagate) == before
+
+
+@pytest.fixture
+def plain(load, small):
+    """A deterministic model whose answers can be tokenised in one way only."""
+    return lambda **how: load(suppress=tuple(small.NOT_PLAIN), deterministic=True, **how)
+
+
+@pytest.fixture
+def fed(monkeypatch):
+    """fed(model) -> a list to which every token that the model reads is added."""
+
+    def watch(model):
+        seen, real = [], model.step
+
+        def step(batch, *rest):
+            seen.extend(t for _, tokens in batch for t in tokens.tolist())
+            return real(batch, *rest)
+
+        monkeypatch.setattr(model, "step", step)
+        return seen
+
+    return watch

@@ -3,9 +3,16 @@
 import gguf
 import numpy as np
 
+from pykv.tokenizer import encode_chat, select
+
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# as many templates do, it trims what was said, so a rendering may differ from what was generated
+TRIMMING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CONTROLS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
 MERGES = {"th": "t h", "the": "th e", "an": "a n"}
@@ -91,3 +98,18 @@ def write_model(
 def ids_of(n, seed=0):
     """n token ids of the small vocabulary, control tokens left out."""
     return np.random.default_rng(seed).integers(0, 256, n).tolist()
+
+
+def anew(model, messages, n, stop=()):
+    """The answer to messages that are read into an empty cache."""
+    template = select(model.metadata, None, "test")
+    ids = encode_chat(model.tokenizer, template, messages)
+    return "".join(model.generate(ids, max_tokens=n, stop=stop))
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}

@@ -6,35 +6,47 @@ import numpy as np
 import pytest
 from launch import launch
 
-from pykv.kernels import simd
+from pykv.kernels import simd_memory
 from pykv.kernels.simd import (
     absolute,
-    add_products,
-    add_row_products,
-    add_scaled_products,
     all_finite,
     bit_set,
     divide,
     field,
     float_from_bits,
     fma,
-    load_bf16,
-    load_f16,
-    load_f32,
-    load_group,
-    load_u8,
     lookup,
     maximum,
     minimum,
     nearest,
     power_of_two,
+    reduce_add,
+    reduce_max,
+    shift_left,
+    shift_right,
+    splat,
+    to_f32,
+    to_i32,
+    zero_below,
+)
+from pykv.kernels.simd_group import (
+    add_products,
+    add_row_products,
+    add_scaled_products,
+    load_group,
+    store_group,
+    zeros,
+)
+from pykv.kernels.simd_memory import (
+    load_bf16,
+    load_f16,
+    load_f32,
+    load_u8,
     put_bf16,
     put_f16,
     put_f32,
     put_i64,
     put_u8,
-    reduce_add,
-    reduce_max,
     scalar_bf16,
     scalar_f16,
     scalar_f32,
@@ -44,18 +56,10 @@ from pykv.kernels.simd import (
     scalar_u8,
     scalar_u16,
     scalar_u32,
-    shift_left,
-    shift_right,
-    splat,
     store_bf16,
     store_f16,
     store_f32,
-    store_group,
-    to_f32,
-    to_i32,
     widen_four,
-    zero_below,
-    zeros,
 )
 
 f = np.float32
@@ -72,7 +76,7 @@ SPECIAL = np.array(
 def halves(request, monkeypatch):
     """The name of a way to convert half floats, in force."""
     if request.param == "integers":
-        monkeypatch.setattr(simd, "_has_half_floats", lambda context: False)
+        monkeypatch.setattr(simd_memory, "_has_half_floats", lambda context: False)
     return request.param
 
 
