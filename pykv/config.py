@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from pykv.errors import ConfigError
 
@@ -10,6 +11,17 @@ from pykv.errors import ConfigError
 def _check(ok: bool, sentence: str) -> None:
     if not ok:
         raise ConfigError(sentence)
+
+
+def _check_types(settings: Any) -> None:
+    """Each field must hold what its annotation says; an int passes for a float."""
+    kinds = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+    for field in fields(settings):
+        kind, _, optional = str(field.type).partition(" | ")
+        value = getattr(settings, field.name)
+        fits = isinstance(value, kinds[kind]) and (kind == "bool" or not isinstance(value, bool))
+        if not (fits or (optional == "None" and value is None)):
+            raise ConfigError(f"{field.name} must be of type {field.type}, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,7 @@ class CacheConfig:
     tail_type: str | None = None  # f32, f16 or bf16; None: f16, or the page's own wider type
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check(0 <= self.sinks <= 64, f"kv sinks must be 0 to 64 tokens, not {self.sinks}")
         if self.residual is not None:
             _check(
@@ -48,6 +61,7 @@ class LoadConfig:
     chat_template: str | None = None  # a built-in name or a file, in place of the model's own
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _check(
             self.threads is None or 1 <= self.threads <= 1024,
             f"threads must be 1 to 1024, not {self.threads}",
@@ -76,3 +90,6 @@ class SamplingConfig:
     frequency_penalty: float | None = None  # 0.0: off
     seed: int | None = None  # None or -1: drawn afresh, and part of the result
     ignore_eos: bool = False  # never end by itself
+
+    def __post_init__(self) -> None:
+        _check_types(self)

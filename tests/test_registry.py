@@ -50,6 +50,7 @@ def test_a_plugin_adds_a_name(monkeypatch):
         return [Entry()] if group == "pykv.formats" and name in (None, "nf4") else []
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
+    monkeypatch.setattr(registry, "_plugins", registry._plugins.__wrapped__)  # no memory of others
     assert "nf4" in registry.names("formats")
     assert registry.find("formats", "nf4", "cache type").__name__ == "their_package.nf4"
     assert registry.find("formats", "q4_0", "cache type").__name__ == "pykv.formats.q4_0"

@@ -133,7 +133,7 @@ class CpuBackend(Backend):
             return self._replay(graph, step) if few else self._run_once(graph, step)
 
     def _new_program(self) -> Program:
-        return Program(self.kernels.run)
+        return Program(self.kernels.run, self.threads)
 
     def _replay(self, graph: Any, step: Step) -> F32:
         formats = tuple(step.formats)

@@ -60,17 +60,19 @@ class Kernels:
         self._vnni = jit_numba.has_features("avx512f", "avx512bw", "avx512vnni")
         with self._listening():
             self._run: Any = driver_numba.load()  # type: ignore[no-untyped-call]
-        self._threads, self._give_way = threads, give_way_address()
-        self._state, self._alone = np.zeros(1, np.int64), False
-        self.run(0, 0, 0)
+        self._give_way, self._alone = give_way_address(), False
+        state = np.zeros(1, np.int64)
+        self.run(0, 0, 0, threads, int(state.ctypes.data))
         # this layer ends the process when two threads enter it
         self._alone = self.layer() == "workqueue"
 
-    def run(self, program: int, first: int, last: int) -> None:
-        """Run lines `first` to `last` - 1 of the program at that address."""
-        state = int(self._state.ctypes.data)
+    def run(self, program: int, first: int, last: int, threads: int, state: int) -> None:
+        """Run lines `first` to `last` - 1 of the program at that address.
+
+        `state` is the address of an int64 that the driver counts in.
+        """
         with _ENTRY if self._alone else nullcontext():
-            self._run(program, first, last, self._threads, state, self._give_way)
+            self._run(program, first, last, threads, state, self._give_way)
 
     def run_here(self, name: str, ctx: I64) -> None:
         """Run a kernel as one task on the calling thread, which may be any."""

@@ -92,8 +92,9 @@ def word(value: Any) -> int:
 class Program:
     """Lines of kernels with their parameters, ready to run and to run again."""
 
-    def __init__(self, run: Callable[[int, int, int], None]) -> None:
-        self._run = run
+    def __init__(self, run: Callable[[int, int, int, int, int], None], threads: int) -> None:
+        self._run, self._threads = run, threads
+        self._state = np.zeros(1, np.int64)
         self._lines: list[tuple[int, int, int]] = []
         self._costs: list[int] = []
         self._keep: list[Any] = []  # parameters, and arrays that they point to
@@ -133,7 +134,7 @@ class Program:
         address = int(self._table.ctypes.data)
         for first, last in self._slices:
             check()
-            self._run(address, first, last)
+            self._run(address, first, last, self._threads, int(self._state.ctypes.data))
 
     def _cut(self) -> list[tuple[int, int]]:
         slices, first, cost = [], 0, 0

@@ -16,19 +16,13 @@ SIDES = ("key", "value")
 def formats_of(config: CacheConfig) -> CacheFormats:
     """The formats of a layer's pages and tails.
 
-    Raises ConfigError: a tail type that is none; UnsupportedError: an unknown cache type.
+    Raises ConfigError: a cache type or a tail type that is none.
     """
     tails = []
     for name in (config.type_k, config.type_v):
-        format_ = registry.find("formats", name, "cache type").FORMAT
-        if "cache" not in format_.roles:
-            known = [
-                n for n in registry.names("formats")
-                if "cache" in registry.find("formats", n, "cache type").FORMAT.roles
-            ]  # fmt: skip
-            raise ConfigError(
-                f"{name} is a type of weights, not of caches; cache types are {', '.join(known)}"
-            )
+        if not _is_cache_type(name):
+            known = [n for n in registry.names("formats") if _is_cache_type(n)]
+            raise ConfigError(f"unknown cache type '{name}': it is one of {', '.join(known)}")
         if config.tail_type is not None and config.tail_type not in TAIL_TYPES:
             raise ConfigError(
                 f"kv tail type '{config.tail_type}' is unknown; "
@@ -36,6 +30,12 @@ def formats_of(config: CacheConfig) -> CacheFormats:
             )
         tails.append(config.tail_type or (name if name in ("f32", "bf16") else "f16"))
     return CacheFormats(config.type_k, config.type_v, *tails)
+
+
+def _is_cache_type(name: str) -> bool:
+    return name in registry.names("formats") and (
+        "cache" in registry.find("formats", name, "cache type").FORMAT.roles
+    )
 
 
 def residual_of(config: CacheConfig) -> int:

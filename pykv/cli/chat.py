@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = """\
 pykv chat
-pykv chat model.gguf -sys "Answer in one sentence." -ctk q8_0 -ctv q8_0
+pykv chat model.gguf -sys "Answer in one sentence." -ctk bf16 -ctv bf16
 pykv chat -p "What is a KV cache?" --temp 0
 git diff | pykv chat -sys 'Describe this change.'"""
 

@@ -9,7 +9,7 @@ from pykv.errors import ConfigError
 
 EXAMPLE = """\
 pykv generate -p "Once upon a time" -n 64 --temp 0
-pykv generate model.gguf -f prompt.txt -ctk q8_0 -ctv q8_0 --json
+pykv generate model.gguf -f prompt.txt -ctk bf16 -ctv bf16 --json
 echo "The capital of France is" | pykv generate -n 8"""
 
 

@@ -169,8 +169,10 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
     CacheConfig: (
         "KV cache",
         {
-            "type_k": _f("-ctk --cache-type-k", "TYPE", "How keys are kept."),
-            "type_v": _f("-ctv --cache-type-v", "TYPE", "How values are kept."),
+            "type_k": _f(
+                "-ctk --cache-type-k", "TYPE", "How keys are kept; `pykv inspect` lists types."
+            ),
+            "type_v": _f("-ctv --cache-type-v", "TYPE", "How values are kept, likewise."),
             "sinks": _f("--kv-sinks", "N", "First tokens that stay exact."),
             "residual": _f(
                 "--kv-residual", "N", "Newest tokens that stay exact.  Default: the types' own."

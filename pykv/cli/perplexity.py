@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = """\
 pykv perplexity wiki.test.txt --chunks 16
-pykv perplexity -f wiki.test.txt -m model.gguf -c 2048 -ctk q4_0 -ctv q4_0 --json"""
+pykv perplexity -f wiki.test.txt -m model.gguf -c 2048 -ctk f32 -ctv f32 --json"""
 
 _CTX_SIZE = 512  # tokens a chunk, llama-perplexity's default
 

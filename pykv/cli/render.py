@@ -148,6 +148,8 @@ class Screen:
 
         Raises EOFError at the end of the input, KeyboardInterrupt on Ctrl-C.
         """
+        if sys.stdin is None:
+            raise EOFError  # it was closed before we began
         if importlib.util.find_spec("readline") is not None:
             # importing it is what turns it on; a paste of several lines then is one input
             readline: Any = importlib.import_module("readline")
@@ -265,7 +267,8 @@ class _Bars:
             self._bar.start()
         label = harmless(stage)
         if label not in self._tasks:
-            self._tasks[label] = self._bar.add_task(label, figures=figures)
+            # without a total the bar pulses, and promises no time
+            self._tasks[label] = self._bar.add_task(label, total=total or None, figures=figures)
         self._bar.update(self._tasks[label], completed=done, total=total or None, figures=figures)
 
     def close(self) -> None:

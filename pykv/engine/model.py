@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import operator
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 
 from pykv import registry
 from pykv.backends.base import F32, I32, Backend
+from pykv.cache.layout import formats_of
 from pykv.cache.store import Store
 from pykv.config import CacheConfig, LoadConfig, SamplingConfig
 from pykv.engine import hub, memory
@@ -75,10 +77,10 @@ def _backend(config: LoadConfig, progress: LoadProgress | None) -> Backend:
 
     def compiling(kernel: str) -> None:
         if not seen:
-            log.info("compiling kernels, once on this machine")
+            log.info("compiling kernels; they are kept for later runs")
         seen.append(kernel)
         if progress is not None:
-            progress("compiling kernels, once on this machine", len(seen), 0)
+            progress("compiling kernels; they are kept for later runs", len(seen), 0)
 
     settings: dict[str, Any] = {}
     if device == "cpu":
@@ -106,6 +108,7 @@ class Model:
         started = time.perf_counter()
         self.path, self.config, self.load_config = path, cache, load
         self._sampling = sampling
+        formats_of(cache)  # an unknown type is said before anything is read
         self._file: GGUFFile = open_gguf(path)
         self._dev: Backend | None = None
         self._store: Store | None = None
@@ -248,7 +251,12 @@ class Model:
         if isinstance(prompt, str | bytes):
             ids = self.tokenizer.encode(prompt, add_special=True, parse_special=parse_special)
         else:
-            ids = [int(i) for i in prompt]
+            try:
+                ids = [operator.index(i) for i in prompt]
+            except TypeError as error:
+                raise ConfigError(
+                    f"the prompt must be text or token ids, not {type(prompt).__name__}: {error}"
+                ) from error
             bad = [i for i in ids if not 0 <= i < self.n_vocab]
             if bad:
                 raise ConfigError(

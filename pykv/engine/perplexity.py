@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pykv.engine.model import Model
 
 Progress = Callable[[int, int, float, float], None]
+LEAST_CHUNK = 4  # tokens; half of them are scored
 LOGIT_FLOATS = 8 << 20  # logits that are held at a time
 
 
@@ -61,10 +62,10 @@ def measure(
     Raises ConfigError: the text is shorter than two chunks, a chunk does not fit the context, or
     `chunks` is none; NumericsError: logits are not finite.
     """
-    if not 4 <= ctx_size <= model.n_ctx:
-        raise ConfigError(
-            f"the chunk size {ctx_size} must be 4 to {model.n_ctx} tokens, the model's context"
-        )
+    if ctx_size < LEAST_CHUNK:
+        raise ConfigError(f"a chunk needs at least {LEAST_CHUNK} tokens, not {ctx_size}")
+    if ctx_size > model.n_ctx:
+        raise ConfigError(f"a chunk of {ctx_size} tokens is longer than the context, {model.n_ctx}")
     if chunks is not None and chunks < 1:
         raise ConfigError(f"chunks must be 1 or more, or None for all, not {chunks}")
     # the text gets no BOS of its own: each chunk's first token is replaced by one, the first's too

@@ -136,8 +136,8 @@ class Generation:
         keep_special: bool = False,
         on_end: Callable[[Generation], None] | None = None,
     ) -> None:
-        if max_tokens is not None and max_tokens < 0:
-            raise ConfigError(f"max_tokens must be 0 or more, or None, not {max_tokens}")
+        if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens >= 0):
+            raise ConfigError(f"max_tokens must be 0 or more, or None, not {max_tokens!r}")
         self._model, self._start, self._sampler = model, start, sampler
         self._max, self._on_end = max_tokens, on_end
         self._stop = StopText((stop,) if isinstance(stop, str) else stop)

@@ -65,7 +65,7 @@ def test_linear_of_a_width_that_32_does_not_divide(make_cpu, caplog, type_, n_in
 
 
 def test_a_large_product_is_made_a_panel_at_a_time(make_cpu, monkeypatch):
-    monkeypatch.setattr("pykv.backends.cpu.PANEL_BYTES", 10_000)
+    monkeypatch.setattr("pykv.backends.products.PANEL_BYTES", 10_000)
     tensor, x, add = source("f16", normal(301, 96)), normal(11, 96), normal(11, 301)
     y = result(make_cpu(), lambda d, _, x, a: d.linear(x, d.load(tensor), a), x, add)
     assert_product(y, x, values_of(tensor), add)

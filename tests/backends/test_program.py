@@ -13,8 +13,8 @@ from pykv.backends.program import SLACK, Arena, Buffer, Program, word
 
 def lines_of(address, first, last):
     """Kernel, parameters' address and tasks of some program lines."""
-    table = np.frombuffer((ctypes.c_int64 * (4 * last)).from_address(address), np.int64)
-    return [tuple(row[:3]) for row in table.reshape(-1, 4)[first:].tolist()]
+    table = np.frombuffer((ctypes.c_int64 * (6 * last)).from_address(address), np.int64)
+    return [tuple(row[:3]) for row in table.reshape(-1, 6)[first:].tolist()]
 
 
 class Spy:
@@ -23,7 +23,7 @@ class Spy:
     def __init__(self):
         self.launches, self.threads = [], None
 
-    def __call__(self, address, first, last, threads):
+    def __call__(self, address, first, last, threads, state):
         self.launches.append(lines_of(address, first, last))
         self.threads = threads
 

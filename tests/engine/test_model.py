@@ -17,7 +17,6 @@ from pykv.errors import (
     GGUFError,
     OutOfMemoryError,
     PykvError,
-    UnsupportedError,
 )
 
 EXACT = CacheConfig(type_k="f32", type_v="f32")
@@ -272,7 +271,7 @@ class TestLoading:
     @pytest.mark.parametrize(
         ("cache", "error"),
         [
-            (CacheConfig(type_k="f17"), UnsupportedError),
+            (CacheConfig(type_k="f17"), ConfigError),
             (CacheConfig(type_v="q4_k"), PykvError),
             (CacheConfig(tail_type="q8_0"), ConfigError),
             (CacheConfig(type_k="../f16"), PykvError),

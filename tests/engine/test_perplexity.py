@@ -116,7 +116,7 @@ def test_memory_does_not_hold_the_logits_of_a_chunk(load, monkeypatch):
 class TestRefusals:
     @pytest.mark.parametrize("ctx", [-1, 0, 1, 3, 513])
     def test_chunk_sizes_that_make_no_sense(self, load, ctx):
-        with pytest.raises(ConfigError, match=rf"the chunk size {ctx} must be 4 to 512 tokens"):
+        with pytest.raises(ConfigError, match="a chunk (needs at least 4|of 513) tokens"):
             load().perplexity(TEXT, ctx_size=ctx)
 
     @pytest.mark.parametrize("chunks", [0, -1])

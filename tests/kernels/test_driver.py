@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pykv.backends.program import Program
-from pykv.backends.threads import load_tbb
+from pykv.backends.threads import give_way_address, load_tbb
 from pykv.kernels import driver_numba, jit_numba
 from pykv.kernels.simd_control import (
     fetch_add,
@@ -32,7 +32,8 @@ def follow(ctx, task, worker):
 @pytest.fixture(scope="module")
 def run():
     load_tbb()
-    return driver_numba.load()
+    driver, give_way = driver_numba.load(), give_way_address()
+    return lambda *where: driver(*where, give_way)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -42,11 +42,15 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def load():
-    """A function that gives what the kernel adds to 40, and whether it had to be compiled."""
+def load(monkeypatch):
+    """A function that gives what the kernel adds to 40, and whether it had to be compiled.
+
+    Each call forgets what this process has loaded, as a new process would.
+    """
 
     def make(amount=2, name="test_addition"):
         before = len(jit_numba.compiled.names)
+        monkeypatch.setattr(jit_numba, "_loaded", {})
         result = call(jit_numba.kernel(addition, name, ADD=amount))
         return result, len(jit_numba.compiled.names) - before
 
@@ -59,6 +63,12 @@ def test_a_kernel_is_compiled_once_and_names_tell_bindings_apart(folder, load):
     assert load(2, "test_add_2") == (42, 0)
     assert load(5, "test_add_5") == (45, 0)
     assert {f.suffix for f in folder.iterdir()} == {".nbi", ".nbc"}
+
+
+def test_a_process_loads_a_kernel_once(folder):
+    first = jit_numba.kernel(addition, "test_once", ADD=1)
+    assert jit_numba.loaded("test_once") is first
+    assert jit_numba.kernel(addition, "test_once", ADD=1) is first
 
 
 def test_listeners_hear_of_compilations(folder, load, monkeypatch):
