@@ -117,7 +117,7 @@ def test_a_broken_file_in_a_process_of_its_own(broken, run):
         (("--device", "nonsense"), 2, "device 'nonsense' is unknown"),
         (("-t", "0"), 2, "threads must be 1 to 1024, not 0"),
         (("-c", "-1"), 2, "ctx-size must be 0 or more"),
-        (("-ctk", "q9_9"), 1, "unknown cache type 'q9_9'"),
+        (("-ctk", "q9_9"), 2, "unknown cache type 'q9_9'"),
         (("-c", "2000000000"), 1, "does not fit the"),
         (("--kv-tail-type", "q8_0"), 2, "kv tail type 'q8_0' is unknown"),
     ],
