@@ -58,6 +58,11 @@ class PagePool:
             if address:
                 self._extra[address] = self._extra.get(address, 0) + 1
 
+    @property
+    def any_shared(self) -> bool:
+        """Whether any page is held by more than one sequence."""
+        return bool(self._extra)
+
     def shared(self, address: int) -> bool:
         """Whether more than one sequence holds the page."""
         return address in self._extra

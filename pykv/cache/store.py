@@ -239,7 +239,7 @@ class Store:
         """Copy the page that the next token goes into, where another sequence holds it too."""
         entry = self._entry(held.tokens)
         start = self.sinks + (entry - 1) * PAGE if entry else 0
-        if held.tokens == start:
+        if held.tokens == start or not any(p.any_shared for p in self._pools.values()):
             return
         for side in (0, 1):
             for n_bytes, layers in self._sizes[self._kind(held, entry), side]:

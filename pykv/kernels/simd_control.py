@@ -76,18 +76,6 @@ def store_release(typingctx, address, value):
 
 
 @intrinsic
-def pause(typingctx):
-    """Tell the core that this thread waits in a loop (x86; elsewhere nothing)."""
-
-    def codegen(context, builder, signature, args):
-        if context.codegen().magic_tuple()[0].startswith("x86_64"):
-            _call(builder, "llvm.x86.sse2.pause", ir.VoidType())
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-@intrinsic
 def prefetch(typingctx, address):
     """Ask for the cache line at `address`, which need not be mapped."""
 

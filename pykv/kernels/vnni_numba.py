@@ -64,7 +64,7 @@ GROUP_INPUTS, GROUP_BYTES = 128, 640
 SCALES_AT, OFFSETS_AT = 384, 512
 TINY = np.float32(1e-30)  # inputs below it count as zero: the reciprocal would overflow
 CHUNK = 32  # groups whose scales are unpacked at a time
-AHEAD_BYTES = 4096  # how far ahead of a row its successors are asked for
+AHEAD_BYTES = 8192  # how far ahead of a row its successors are asked for
 SCALES_BYTES = 2048  # room for the scales of so many groups, and slack
 STACK_BYTES = 4 * SCALES_BYTES + 64
 LAYOUT = QUARTERS = 1  # QUARTERS: blocks in four groups
