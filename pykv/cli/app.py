@@ -6,6 +6,7 @@ string EXAMPLE.  Nothing of the engine is imported until a command runs.
 
 from __future__ import annotations
 
+import gc
 import io
 import pkgutil
 import sys
@@ -191,6 +192,9 @@ def run(args: Sequence[str], columns: int | None = None) -> int:
 
 def main() -> int:
     """The entry point of the `pykv` command."""
+    # imports and vocabularies make objects that stay; looking through them for garbage again and
+    # again is a tenth of a start, and this process is ours
+    gc.set_threshold(100_000)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a stray byte at the keyboard ends nothing
     return run(sys.argv[1:])
