@@ -57,21 +57,13 @@ def command(
             raise ConfigError("the message is empty: give one with -p, -f or on standard input")
         if message is None and output.json:
             raise ConfigError("--json needs one message: give it with -p, -f or a pipe")
-        wanted = model_option.pick(model)
-        from pykv.engine.model import load as load_model
-
-        with screen.progress() as progress:
-            opened = load_model(
-                wanted,
-                cache=cache,
-                load=load,
-                sampling=sampling,
-                offline=model_option.offline,
-                progress=progress,
-            )
-        with opened:
-            for line in opened.plan:
-                screen.detail(line)
+        with screen.loaded(
+            model_option.pick(model),
+            offline=model_option.offline,
+            load=load,
+            cache=cache,
+            sampling=sampling,
+        ) as opened:
             chat = opened.chat(request.system_text())
             if message is None:
                 _Talk(screen, opened, chat, request).run()

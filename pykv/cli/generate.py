@@ -31,21 +31,13 @@ def command(
         prompt = prompt_text(request, screen)
         if prompt is None:
             raise ConfigError("no prompt: give one with -p, -f or on standard input")
-        wanted = model_option.pick(model)
-        from pykv.engine.model import load as load_model
-
-        with screen.progress() as progress:
-            opened = load_model(
-                wanted,
-                cache=cache,
-                load=load,
-                sampling=sampling,
-                offline=model_option.offline,
-                progress=progress,
-            )
-        with opened:
-            for line in opened.plan:
-                screen.detail(line)
+        with screen.loaded(
+            model_option.pick(model),
+            offline=model_option.offline,
+            load=load,
+            cache=cache,
+            sampling=sampling,
+        ) as opened:
             system, limit, stop = request.system_text(), request.max_tokens, request.stops()
             if system is None:
                 generation = opened.generate(prompt, max_tokens=limit, stop=stop)

@@ -52,20 +52,12 @@ def command(
             raise ConfigError(f"chunks must be 1 or more, or -1 for all, not {chunks}")
         text = read_bytes(name)
         ctx_size = load.ctx_size or _CTX_SIZE
-        wanted = model_option.pick()
-        from pykv.engine.model import load as load_model
-
-        with screen.progress() as progress:
-            opened = load_model(
-                wanted,
-                cache=cache,
-                load=replace(load, ctx_size=ctx_size),
-                offline=model_option.offline,
-                progress=progress,
-            )
-        with opened:
-            for line in opened.plan:
-                screen.detail(line)
+        with screen.loaded(
+            model_option.pick(),
+            offline=model_option.offline,
+            load=replace(load, ctx_size=ctx_size),
+            cache=cache,
+        ) as opened:
             with screen.running("perplexity") as tell:
                 result = opened.perplexity(
                     text,

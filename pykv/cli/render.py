@@ -18,7 +18,8 @@ from pykv.cli.options import Output
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pykv.engine.model import Generation
+    from pykv.config import CacheConfig, LoadConfig, SamplingConfig
+    from pykv.engine.model import Generation, Model
     from pykv.engine.stats import Stats
 
 Progress = Callable[[str, int, int], None]  # stage, done, total (0: unknown)
@@ -222,6 +223,33 @@ class Screen:
             yield tell if self._plain else bars.move
         finally:
             bars.close()
+
+    @contextmanager
+    def loaded(
+        self,
+        wanted: str | None,
+        *,
+        offline: bool,
+        load: LoadConfig,
+        cache: CacheConfig,
+        sampling: SamplingConfig | None = None,
+    ) -> Iterator[Model]:
+        """The model, open for a `with` block; its loading and its kernels are told."""
+        from pykv.engine.model import load as load_model
+
+        with self.progress() as progress:
+            model = load_model(
+                wanted,
+                cache=cache,
+                load=load,
+                sampling=sampling,
+                offline=offline,
+                progress=progress,
+            )
+        with model:
+            for line in model.plan:
+                self.detail(line)
+            yield model
 
     @contextmanager
     def running(self, stage: str) -> Iterator[Callable[[int, int, str], None]]:
