@@ -26,6 +26,7 @@ from pykv.backends.base import (
     WeightSource,
 )
 from pykv.backends.cpu_attention import CpuAttention
+from pykv.backends.crew import Crew
 from pykv.backends.kernels import Kernels
 from pykv.backends.products import Products
 from pykv.backends.program import Arena, Buffer, Program
@@ -78,10 +79,11 @@ class CpuBackend(Backend):
     ) -> None:
         self.threads = threads or default_threads()
         self.deterministic = deterministic
-        self.kernels = Kernels(self.threads, progress, kernel_cache)
+        self.kernels = Kernels(progress, kernel_cache)
+        self._crew = Crew(self.kernels.driver, self.threads)
         self.arena = Arena()
         self._blas = BlasThreads()
-        self._products = Products(self.kernels, self.threads)
+        self._products = Products(self.kernels, self._crew)
         self._lock = threading.Lock()
         self._weights: list[Weight] = []
         self._programs: dict[tuple[Any, ...], tuple[Program, Buffer, CpuAttention, Step]] = {}
@@ -106,7 +108,7 @@ class CpuBackend(Backend):
         self.kernels.load_weights(types)
         self.kernels.load_cache(shapes, formats)
         self.plan = [
-            f"cpu backend: {self.threads} threads, threading layer {self.kernels.layer()}",
+            f"cpu backend: {self.threads} threads",
             f"weights: {', '.join(types)}",
             *self.kernels.cache_plan,
         ]
@@ -114,7 +116,6 @@ class CpuBackend(Backend):
     def facts(self) -> dict[str, Any]:  # noqa: D102
         return {
             "threads": self.threads,
-            "threading_layer": self.kernels.layer(),
             "compile_seconds": self.kernels.compile_seconds,
         }
 
@@ -123,7 +124,8 @@ class CpuBackend(Backend):
         self._weights.clear()
         self._program = self._new_program()
         self._attention, self.arena = None, Arena()
-        self._products.close()
+        self._products.release()
+        self._crew.close()
 
     # running a batch
 
@@ -133,7 +135,7 @@ class CpuBackend(Backend):
             return self._replay(graph, step) if few else self._run_once(graph, step)
 
     def _new_program(self) -> Program:
-        return Program(self.kernels.run, self.threads)
+        return Program(self._crew)
 
     def _replay(self, graph: Any, step: Step) -> F32:
         formats = tuple(step.formats)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,12 +12,12 @@ import numpy as np
 
 from pykv.backends import plan
 from pykv.backends.base import I64, CacheFormats, LayerShape
-from pykv.backends.threads import give_way_address, load_tbb
+from pykv.backends.crew import Driver
+from pykv.backends.threads import give_way_address
 
 ELEMENTWISE = (
     "rms_norm", "rope", "swiglu", "geglu", "add", "bias", "softcap", "take_rows", "resize_rows",
 )  # fmt: skip
-_ENTRY = threading.Lock()  # for the threading layer that only one thread may enter
 MOST_HEADS = 4  # query heads that share one pass over a page
 
 
@@ -43,42 +42,29 @@ class Kernels:
 
     def __init__(
         self,
-        threads: int,
         progress: Callable[[str], None] | None = None,
         folder: Path | None = None,
     ) -> None:
-        load_tbb()  # before Numba looks for a threading layer
         from pykv.kernels import driver_numba, jit_numba
 
         if folder is not None:
             jit_numba.set_cache_folder(folder)
 
-        self._jit, self._driver, self._progress = jit_numba, driver_numba, progress
+        self._jit, self._progress = jit_numba, progress
         self._kernels: dict[str, Any] = {}
         self._modules: dict[str, ModuleType] = {}
         self.cache_plan: list[str] = []
         self._vnni = jit_numba.has_features("avx512f", "avx512bw", "avx512vnni")
         with self._listening():
-            self._run: Any = driver_numba.load()  # type: ignore[no-untyped-call]
-        self._give_way, self._alone = give_way_address(), False
-        state = np.zeros(1, np.int64)
-        self.run(0, 0, 0, threads, int(state.ctypes.data))
-        # this layer ends the process when two threads enter it
-        self._alone = self.layer() == "workqueue"
-
-    def run(self, program: int, first: int, last: int, threads: int, state: int) -> None:
-        """Run lines `first` to `last` - 1 of the program at that address.
-
-        `state` is the address of an int64 that the driver counts in.
-        """
-        with _ENTRY if self._alone else nullcontext():
-            self._run(program, first, last, threads, state, self._give_way)
+            run, serve = driver_numba.load()  # type: ignore[no-untyped-call]
+        self.driver = Driver(
+            run, serve, give_way_address(), driver_numba.MAIL_WORDS,
+            driver_numba.TICKET_AT // 8, driver_numba.LEAVE_AT // 8,
+        )  # fmt: skip
 
     def run_here(self, name: str, ctx: I64) -> None:
         """Run a kernel as one task on the calling thread, which may be any."""
-        state = np.zeros(1, np.int64)
-        line = np.array([self[name], ctx.ctypes.data, 1, 0, 0, 0], np.int64)
-        self._run(int(line.ctypes.data), 0, 1, 1, int(state.ctypes.data), 0)
+        self.driver.run_here(np.array([self[name], ctx.ctypes.data, 1, 0, 0, 0], np.int64))
 
     def __getitem__(self, name: str) -> int:
         """The kernel's address; what was not foreseen is compiled now."""
@@ -101,10 +87,6 @@ class Kernels:
     def compile_seconds(self) -> float:
         """Seconds that this process has spent compiling kernels."""
         return self._jit.compiled.seconds
-
-    def layer(self) -> str:
-        """Numba's threading layer."""
-        return self._driver.layer()
 
     def _have(self, name: str) -> bool:
         """Whether the kernel is here, or this process has loaded it for somebody else."""
@@ -149,7 +131,11 @@ class Kernels:
                       ZERO=np.float32(zero))  # fmt: skip
             return
         module = self._weight_module(rest)
-        names = {n: getattr(module, n) for n in ("QUARTERS", "group_scales", "group_dot")}
+        names = {
+            "group_dot": module.group_dot,
+            "group_scales": getattr(module, "group_scales", vnni_numba.no_scales),
+            "QUARTERS": getattr(module, "QUARTERS", 0),
+        }
         rows = self._bound(vnni_numba.four_rows, f"four_rows_{rest}", **names)
         tile = self._bound(vnni_numba.row_tile, f"row_tile_{rest}", rows=rows)
         self._add(name, vnni_numba.matvec, tile=tile)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from pykv.backends.base import F32
+from pykv.backends.crew import Crew
 from pykv.backends.kernels import Kernels
 
 PANEL_BYTES = 2 << 20  # of float32 weights that a thread decodes at a time
@@ -25,42 +25,38 @@ PANELS_PER_THREAD = 3  # at least, so that none has to wait long for the last
 class Products:
     """x @ weight.T for float32 x of many rows."""
 
-    def __init__(self, kernels: Kernels, threads: int) -> None:
-        self._kernels, self._threads = kernels, threads
-        self._pool: ThreadPoolExecutor | None = None
-        self._panels: list[F32] = [np.empty(0, np.float32) for _ in range(threads)]
+    def __init__(self, kernels: Kernels, crew: Crew) -> None:
+        self._kernels, self._crew = kernels, crew
+        self.release()
 
     def multiply(self, x: F32, weight: Any, out: F32, check: Callable[[], None]) -> None:
         """out[T, n_out] = x[T, n_in] @ weight.T; `check` is called now and then, and may raise."""
         rows = max(PANEL_BYTES // (weight.width * 4), 1)
-        share = -(-weight.n_out // (self._threads * PANELS_PER_THREAD))
+        share = -(-weight.n_out // (self._crew.threads * PANELS_PER_THREAD))
         rows = min(rows, max(share, LEAST_ROWS), weight.n_out)
         starts, taken = range(0, weight.n_out, rows), itertools.count()
         stop: list[bool] = []
 
         def work(worker: int) -> None:
-            while not stop:
-                i = next(taken)  # one bytecode: two threads never get the same number
-                if i >= len(starts):
-                    return
-                if worker == 0:
-                    check()
-                first = starts[i]
-                count = min(rows, weight.n_out - first)
-                panel = self._decode(worker, weight, first, count)
-                np.matmul(x, panel[:, : weight.n_in].T, out=out[:, first : first + count])
+            try:
+                while not stop:
+                    i = next(taken)  # one bytecode: two threads never get the same number
+                    if i >= len(starts):
+                        return
+                    if worker == 0:
+                        check()
+                    first = starts[i]
+                    count = min(rows, weight.n_out - first)
+                    panel = self._decode(worker, weight, first, count)
+                    np.matmul(x, panel[:, : weight.n_in].T, out=out[:, first : first + count])
+            except BaseException:
+                stop.append(True)  # the other threads need not go on
+                raise
 
-        helpers: list[Future[None]] = []
-        try:
-            if self._threads > 1 and len(starts) > 1:
-                pool = self._open_pool()
-                helpers = [pool.submit(work, i) for i in range(1, self._threads)]
+        if len(starts) > 1:
+            self._crew.call(work)
+        else:
             work(0)
-        finally:
-            # whatever happened, nobody may write to these arrays after this call
-            stop.append(True)
-            for helper in helpers:
-                helper.result()
 
     def _decode(self, worker: int, weight: Any, first: int, count: int) -> F32:
         """Rows of the weights in float32, in this worker's memory."""
@@ -78,18 +74,6 @@ class Products:
         self._kernels.run_here(f"panel_{weight.type}", ctx)
         return panel
 
-    def _open_pool(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads - 1, "pykv")
-        return self._pool
-
     def release(self) -> None:
         """Give the panels back; they are small, but a prompt is over."""
-        self._panels = [np.empty(0, np.float32) for _ in range(self._threads)]
-
-    def close(self) -> None:
-        """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
-        self.release()
+        self._panels: list[F32] = [np.empty(0, np.float32) for _ in range(self._crew.threads)]

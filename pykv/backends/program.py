@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pykv.backends.base import I64, U8
+from pykv.backends.crew import Crew
 
 SLACK = 64  # bytes after each buffer, for the last vector of a row
 SLICE_BYTES = 128 << 20  # memory traffic after which a program lets Python look at its signals
@@ -92,9 +93,8 @@ def word(value: Any) -> int:
 class Program:
     """Lines of kernels with their parameters, ready to run and to run again."""
 
-    def __init__(self, run: Callable[[int, int, int, int, int], None], threads: int) -> None:
-        self._run, self._threads = run, threads
-        self._state = np.zeros(1, np.int64)
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
         self._lines: list[tuple[int, int, int]] = []
         self._costs: list[int] = []
         self._keep: list[Any] = []  # parameters, and arrays that they point to
@@ -134,7 +134,7 @@ class Program:
         address = int(self._table.ctypes.data)
         for first, last in self._slices:
             check()
-            self._run(address, first, last, self._threads, int(self._state.ctypes.data))
+            self._crew.run(address, first, last)
 
     def _cut(self) -> list[tuple[int, int]]:
         slices, first, cost = [], 0, 0

@@ -4,14 +4,16 @@ A program is int64 [n, 6], a line each: address of the kernel, address of its pa
 tasks, and three words that the driver counts in: tasks handed out, tasks done, unused. All threads
 run through the whole program together, taking the next task of the line that is on; the line after
 it is on when the last of its tasks is done. So a launch costs nothing, and nobody waits for a
-thread that the operating system has set aside unless it holds a task. Which thread runs a task
+thread that the operating system has set aside unless it is in the program. Which thread runs a task
 never changes what it computes.
+
+The thread that has a program posts it in a mailbox, int64 [MAIL_WORDS], and other threads that look
+there join in. The ticket is odd while a program is open to them, and is never the same for two.
 """
 
 from __future__ import annotations
 
-import numba
-from numba import prange, types
+from numba import types
 
 from pykv.kernels import jit_numba
 from pykv.kernels.simd_control import (
@@ -27,7 +29,12 @@ from pykv.kernels.simd_memory import (
 )
 
 ROW = 48  # bytes of one program line
-PATIENCE = 4000  # looks at the line that is on before a thread offers its core to others
+PATIENCE = 4000  # looks at a word before a thread offers its core to others
+LINGER = 400  # offers, a few microseconds each, before a thread stops looking for a program
+
+# the mailbox, in bytes; words that different threads write have a cache line each
+TICKET_AT, LINE_AT, INSIDE_AT, LEAVE_AT, PROGRAM_AT, LAST_AT = 0, 64, 128, 192, 256, 264
+MAIL_WORDS = 40
 
 
 @jit_numba.device
@@ -55,35 +62,63 @@ def work(program, last, state, give_way, worker):
                     call_plain(give_way)
 
 
-def run_program(program, first, last, threads, state, give_way):
-    """Run lines `first` to `last` - 1 of the program at that address on `threads` threads.
+def run_program(mail, program, first, last, give_way):
+    """Run lines `first` to `last` - 1 of the program at that address, with whoever joins in.
 
-    `state` is the address of an int64 to count in, `give_way` that of a C function that offers the
-    core to other threads, or 0.
+    `mail` is the mailbox's address, `give_way` that of a C function that offers the core to other
+    threads, or 0.
     """
     for i in range(first, last):
         put_i64(program + i * ROW + 24, 0)
         put_i64(program + i * ROW + 32, 0)
-    store_release(state, first)
-    if threads == 1:
-        work(program, last, state, give_way, 0)
-    else:
-        for worker in prange(threads):
-            work(program, last, state, give_way, worker)
+    put_i64(mail + PROGRAM_AT, program)
+    put_i64(mail + LAST_AT, last)
+    store_release(mail + LINE_AT, first)
+    fetch_add(mail + TICKET_AT, 1)
+    work(program, last, mail + LINE_AT, give_way, 0)
+    fetch_add(mail + TICKET_AT, 1)
+    # the program may be changed, or its memory given back, once this returns
+    looks = 0
+    while load_acquire(mail + INSIDE_AT) != 0:
+        looks += 1
+        if looks % PATIENCE == 0 and give_way != 0:
+            call_plain(give_way)
 
 
-SIGNATURE = types.void(*(types.intp,) * 6)
+def serve_programs(mail, worker, give_way):
+    """Join in every program that is posted, until none has come for a while.
+
+    Returns the number of programs posted that it knows of.
+    """
+    seen, looks, offers = 0, 0, 0
+    while offers < LINGER and load_acquire(mail + LEAVE_AT) == 0:
+        ticket = load_acquire(mail + TICKET_AT)
+        if ticket != seen:
+            if ticket % 2:
+                fetch_add(mail + INSIDE_AT, 1)
+                # it may have ended before its owner could see that somebody is inside
+                if load_acquire(mail + TICKET_AT) == ticket:
+                    work(
+                        scalar_i64(mail + PROGRAM_AT), scalar_i64(mail + LAST_AT), mail + LINE_AT,
+                        give_way, worker,
+                    )  # fmt: skip
+                fetch_add(mail + INSIDE_AT, -1)
+            seen, offers, looks = ticket, 0, 0
+        looks += 1
+        if looks % PATIENCE == 0:
+            offers += 1
+            if give_way != 0:
+                call_plain(give_way)
+    return (seen + 1) // 2
+
+
+RUN = types.void(*(types.intp,) * 5)
+SERVE = types.intp(*(types.intp,) * 3)
 
 
 def load():
-    """Compile, or load, `run_program`."""
-    return jit_numba.entry(run_program, "run_program", SIGNATURE, parallel=True)
-
-
-def layer() -> str:
-    """The threading layer in use: tbb, omp or workqueue; `none` before the first launch."""
-    try:
-        name: str = numba.threading_layer()
-    except ValueError:
-        return "none"
-    return name
+    """Compile, or load, `run_program` and `serve_programs`."""
+    return (
+        jit_numba.entry(run_program, "run_program", RUN),
+        jit_numba.entry(serve_programs, "serve_programs", SERVE),
+    )

@@ -12,13 +12,13 @@ from pykv.kernels.simd import (
     splat,
     to_f32,
 )
-from pykv.kernels.simd_int import bits, load_4x16, spread
+from pykv.kernels.simd_int import bits, load_4x16, spread_halves
 from pykv.kernels.simd_memory import (
     load_f32,
     load_u8,
     scalar_f16,
 )
-from pykv.kernels.vnni_numba import HALVES, OFFSETS_AT, SCALES_AT, both_products, single_scales
+from pykv.kernels.vnni_numba import HALVES, OFFSETS_AT, SCALES_AT, both_products
 
 BLOCK_LEN, BLOCK_BYTES = 32, 18
 
@@ -35,25 +35,15 @@ def unpack(block, part):
 
 # through byte products: see vnni_numba.py
 LAYOUT, RANGE, ZERO = HALVES, np.float32(1 << 22), np.float32(-8)
-QUARTERS = 16  # blocks in four groups
-
-
-@inlined
-def group_scales(row, first, count, out):
-    """The scale of each block."""
-    single_scales(row + first * BLOCK_BYTES, BLOCK_BYTES, count, out)
 
 
 @inlined
 def group_dot(acc, row, group, n_blocks, x, scales, place):
     """Four blocks."""
     b, last = group * 4, n_blocks - 1
-    codes = load_4x16(
-        row + b * BLOCK_BYTES + 2,
-        row + min(b + 1, last) * BLOCK_BYTES + 2,
-        row + min(b + 2, last) * BLOCK_BYTES + 2,
-        row + min(b + 3, last) * BLOCK_BYTES + 2,
-    )
+    b0, b1 = row + b * BLOCK_BYTES, row + min(b + 1, last) * BLOCK_BYTES
+    b2, b3 = row + min(b + 2, last) * BLOCK_BYTES, row + min(b + 3, last) * BLOCK_BYTES
+    codes = load_4x16(b0 + 2, b1 + 2, b2 + 2, b3 + 2)
     sums = to_f32(both_products(bits(codes, 0, 4), bits(codes, 4, 4), x))
     centred = fma(sums, load_f32(x + SCALES_AT), load_f32(x + OFFSETS_AT))
-    return fma(centred, spread(scales + place * 16, 4, 1, 0), acc)
+    return fma(centred, spread_halves(b0, b1, b2, b3, 4, 0), acc)

@@ -11,13 +11,11 @@ from pykv.kernels.simd import (
     splat,
     to_f32,
 )
-from pykv.kernels.simd_int import bits, load_4x16, spread
+from pykv.kernels.simd_int import bits, load_4x16, spread_halves
 from pykv.kernels.simd_memory import (
     load_f32,
     load_u8,
-    put_f32,
     scalar_f16,
-    widen_four,
 )
 from pykv.kernels.vnni_numba import HALVES, OFFSETS_AT, SCALES_AT, both_products
 
@@ -36,30 +34,17 @@ def unpack(block, part):
 
 # through byte products: see vnni_numba.py
 LAYOUT, RANGE, ZERO = HALVES, np.float32(1 << 22), np.float32(1)
-QUARTERS = 16  # blocks in four groups
-
-
-@inlined
-def group_scales(row, first, count, out):
-    """Scale and minimum of each block, and zeros for up to three that the row does not have."""
-    for b in range(count):
-        widen_four(out + b * 8, row + (first + b) * BLOCK_BYTES)
-    for b in range(count, (count + 3) // 4 * 4):
-        put_f32(out + b * 8, ZERO_F)
-        put_f32(out + b * 8 + 4, ZERO_F)
 
 
 @inlined
 def group_dot(acc, row, group, n_blocks, x, scales, place):
     """Four blocks."""
     b, last = group * 4, n_blocks - 1
-    codes = load_4x16(
-        row + b * BLOCK_BYTES + 4,
-        row + min(b + 1, last) * BLOCK_BYTES + 4,
-        row + min(b + 2, last) * BLOCK_BYTES + 4,
-        row + min(b + 3, last) * BLOCK_BYTES + 4,
-    )
+    b0, b1 = row + b * BLOCK_BYTES, row + min(b + 1, last) * BLOCK_BYTES
+    b2, b3 = row + min(b + 2, last) * BLOCK_BYTES, row + min(b + 3, last) * BLOCK_BYTES
+    codes = load_4x16(b0 + 4, b1 + 4, b2 + 4, b3 + 4)
     sums = to_f32(both_products(bits(codes, 0, 4), bits(codes, 4, 4), x))
-    scale, least = spread(scales + place * 32, 4, 2, 0), spread(scales + place * 32, 4, 2, 1)
+    scale = spread_halves(b0, b1, b2, b3, 4, 0)
+    least = spread_halves(b0 + 2, b1 + 2, b2 + 2, b3 + 2, 4, 0)
     acc = fma(sums * load_f32(x + SCALES_AT), scale, acc)
     return fma(load_f32(x + OFFSETS_AT), least, acc)

@@ -14,14 +14,14 @@ from pykv.kernels.simd import (
     splat,
     to_f32,
 )
-from pykv.kernels.simd_int import add_where, bits, load_4x16, spread
+from pykv.kernels.simd_int import add_where, bits, load_4x16, spread_halves
 from pykv.kernels.simd_memory import (
     load_f32,
     load_u8,
     scalar_f16,
     scalar_u32,
 )
-from pykv.kernels.vnni_numba import HALVES, OFFSETS_AT, SCALES_AT, both_products, single_scales
+from pykv.kernels.vnni_numba import HALVES, OFFSETS_AT, SCALES_AT, both_products
 
 BLOCK_LEN, BLOCK_BYTES = 32, 22
 
@@ -46,13 +46,6 @@ def unpack(block, part):
 
 # through byte products: see vnni_numba.py
 LAYOUT, RANGE, ZERO = HALVES, np.float32(1 << 22), np.float32(-16)
-QUARTERS = 16  # blocks in four groups
-
-
-@inlined
-def group_scales(row, first, count, out):
-    """The scale of each block."""
-    single_scales(row + first * BLOCK_BYTES, BLOCK_BYTES, count, out)
 
 
 @inlined
@@ -75,4 +68,4 @@ def group_dot(acc, row, group, n_blocks, x, scales, place):
     high = add_where(bits(codes, 4, 4), second, 16)
     sums = to_f32(both_products(low, high, x))
     centred = fma(sums, load_f32(x + SCALES_AT), load_f32(x + OFFSETS_AT))
-    return fma(centred, spread(scales + place * 16, 4, 1, 0), acc)
+    return fma(centred, spread_halves(b0, b1, b2, b3, 4, 0), acc)

@@ -9,13 +9,13 @@ from pykv.kernels.simd import (
     fma,
     to_f32,
 )
-from pykv.kernels.simd_int import flip, load_2x32, spread
+from pykv.kernels.simd_int import flip, load_2x32, spread_halves
 from pykv.kernels.simd_memory import (
     load_f32,
     load_i8,
     scalar_f16,
 )
-from pykv.kernels.vnni_numba import NATURAL, OFFSETS_AT, SCALES_AT, products, single_scales
+from pykv.kernels.vnni_numba import NATURAL, OFFSETS_AT, SCALES_AT, products
 
 BLOCK_LEN, BLOCK_BYTES = 32, 34
 
@@ -29,23 +29,17 @@ def unpack(block, part):
 
 # through byte products: see vnni_numba.py
 LAYOUT, RANGE, ZERO = NATURAL, np.float32(1 << 20), np.float32(-128)
-QUARTERS = 16  # blocks in four groups
-
-
-@inlined
-def group_scales(row, first, count, out):
-    """The scale of each block."""
-    single_scales(row + first * BLOCK_BYTES, BLOCK_BYTES, count, out)
 
 
 @inlined
 def group_dot(acc, row, group, n_blocks, x, scales, place):
     """Four blocks; a code's sign is flipped away, which adds 128 to it."""
-    b, last, at = group * 4, n_blocks - 1, scales + place * 16
-    b0, b1 = row + b * BLOCK_BYTES + 2, row + min(b + 1, last) * BLOCK_BYTES + 2
-    b2, b3 = row + min(b + 2, last) * BLOCK_BYTES + 2, row + min(b + 3, last) * BLOCK_BYTES + 2
-    low = to_f32(products(flip(load_2x32(b0, b1), 128), x))
-    high = to_f32(products(flip(load_2x32(b2, b3), 128), x + 64))
+    b, last = group * 4, n_blocks - 1
+    b0, b1 = row + b * BLOCK_BYTES, row + min(b + 1, last) * BLOCK_BYTES
+    b2, b3 = row + min(b + 2, last) * BLOCK_BYTES, row + min(b + 3, last) * BLOCK_BYTES
+    low = to_f32(products(flip(load_2x32(b0 + 2, b1 + 2), 128), x))
+    high = to_f32(products(flip(load_2x32(b2 + 2, b3 + 2), 128), x + 64))
     low = fma(low, load_f32(x + SCALES_AT), load_f32(x + OFFSETS_AT))
     high = fma(high, load_f32(x + SCALES_AT + 64), load_f32(x + OFFSETS_AT + 64))
-    return fma(high, spread(at + 8, 2, 1, 0), fma(low, spread(at, 2, 1, 0), acc))
+    acc = fma(low, spread_halves(b0, b1, b2, b3, 2, 0), acc)
+    return fma(high, spread_halves(b0, b1, b2, b3, 2, 2), acc)

@@ -34,10 +34,13 @@ def call_kernel(typingctx, function, ctx, task, worker):
 
 @intrinsic
 def fetch_add(typingctx, address, amount):
-    """Add `amount` to the int64 at `address` in one step; returns what stood there."""
+    """Add `amount` to the int64 at `address` in one step; returns what stood there.
+
+    Sequentially consistent: what comes after it in the program is not read before it.
+    """
 
     def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("add", _pointer(builder, args[0], _I64), args[1], "acq_rel")
+        return builder.atomic_rmw("add", _pointer(builder, args[0], _I64), args[1], "seq_cst")
 
     return types.intp(types.intp, types.intp), codegen
 

@@ -260,6 +260,31 @@ def two_halves(typingctx, low, high):
     return f32x16(types.float32, types.float32), codegen
 
 
+def _halves_of_four(builder, words):
+    """The float16 in four i16, as <4 x float>; gathered without the ports that vectors need."""
+    total = None
+    for i, word_ in enumerate(words):
+        wide = builder.shl(builder.zext(word_, _I64), ir.Constant(_I64, 16 * i))
+        total = wide if total is None else builder.or_(total, wide)
+    halves = builder.bitcast(total, ir.VectorType(ir.HalfType(), 4))
+    return builder.fpext(halves, ir.VectorType(_F32, 4))
+
+
+@intrinsic(prefer_literal=True)
+def spread_halves(typingctx, a, b, c, d, count, first):
+    """The float16 at four addresses, each in 16 / `count` lanes, beginning with the `first`."""
+    n, f = count.literal_value, first.literal_value
+
+    def codegen(context, builder, signature, args):
+        words = [_load(builder, x, _I16) for x in args[:4]]
+        values = _halves_of_four(builder, words)
+        lanes = [f + i * n // 16 for i in range(16)]
+        mask = ir.Constant(ir.VectorType(_I32, 16), lanes)
+        return builder.shuffle_vector(values, ir.Constant(values.type, ir.Undefined), mask)
+
+    return f32x16(*(types.intp,) * 4, count, first), codegen
+
+
 @intrinsic(prefer_literal=True)
 def spread(typingctx, address, count, step, first):
     """16 lanes in `count` equal parts: part i holds the float32 number `first + step * i`."""

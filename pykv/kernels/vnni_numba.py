@@ -55,7 +55,6 @@ from pykv.kernels.simd_memory import (
     scalar_i64,
     stack,
     store_f32,
-    widen_four,
 )
 
 f = np.float32
@@ -159,13 +158,10 @@ def both_products(low, high, x):
     return dot(dot(times_two_to(t, 8), low, x + 256), high, x + 320)
 
 
+# a type whose scales lie beside its codes needs no room for them
 @device
-def single_scales(block, block_bytes, count, out):
-    """The half float that each block begins with; zeros for up to three blocks more."""
-    for b in range(count):
-        widen_four(out + b * 4, block + b * block_bytes)
-    for b in range(count, (count + 3) // 4 * 4):
-        put_f32(out + b * 4, f(0))
+def no_scales(row, first, count, out):
+    """Nothing."""
 
 
 def four_rows(w, row_bytes, row, last, n_groups, n_blocks, x, scales, sums):
