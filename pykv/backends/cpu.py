@@ -138,9 +138,10 @@ class CpuBackend(Backend):
         return Program(self._crew)
 
     def _replay(self, graph: Any, step: Step) -> F32:
-        formats = tuple(step.formats)
-        # the graph itself is part of the key, and so stays alive
-        key = (graph, step.n_rows, len(step.outputs), CpuAttention.capacity(step), formats)
+        # the graph itself is part of the key, and so stays alive; so do the formats, in the copy
+        key = (
+            graph, step.n_rows, len(step.outputs), CpuAttention.capacity(step), id(step.formats),
+        )  # fmt: skip
         if key not in self._programs:
             self._program, self.arena = self._new_program(), Arena()
             self._program.keep(self.arena)

@@ -47,6 +47,7 @@ class Store:
     ) -> None:
         self.shapes, self.config, self.n_ctx = list(shapes), config, n_ctx
         self.formats = formats_of(config)
+        self._layer_formats = [self.formats] * len(self.shapes)
         self.residual = residual_of(config)
         self.sinks = config.sinks
         self._fill = fill
@@ -176,7 +177,7 @@ class Store:
         total = sum(len(tokens) for _, tokens in batch)
         step = Step(
             self.shapes,
-            [self.formats] * len(self.shapes),
+            self._layer_formats,
             np.concatenate([tokens for _, tokens in batch]).astype(np.int32),
             np.empty(total, np.int64),
             outputs,
