@@ -84,7 +84,7 @@ def cpu_name() -> str:
 
 def machine() -> dict[str, Any]:
     """Everything that a figure depends on besides the model and the settings."""
-    packages = ("pykv", "numpy", "numba", "llvmlite", "tbb")
+    packages = ("pykv", "numpy", "numba", "llvmlite")
     versions = {name: _version(name) for name in packages}
     return {
         "commit": command_output("git", "rev-parse", "HEAD") or "unknown",

@@ -216,7 +216,7 @@ class Backend(ABC):
         """The rows of x whose logits are wanted."""
 
     def facts(self) -> dict[str, Any]:
-        """What a report says about the backend: threads, threading_layer, compile_seconds."""
+        """What a report says about the backend: threads, compile_seconds."""
         return {}
 
     @abstractmethod

@@ -1,6 +1,6 @@
-"""How many threads to use, and the library that runs them.
+"""How many threads to use, and what they ask of the system and of the BLAS.
 
-Source: numba docs, "The Threading Layers"; Linux Documentation/admin-guide/cgroup-v2.rst (cpu.max).
+Source: Linux Documentation/admin-guide/cgroup-v2.rst (cpu.max).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import ctypes
 import math
 import os
 from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
@@ -57,23 +56,6 @@ def _cgroup_quota() -> float:
         except (OSError, ValueError):
             continue
     return math.inf
-
-
-def load_tbb() -> bool:
-    """Load the `tbb` distribution's library, which Numba finds only then.  False: there is none."""
-    try:
-        listed = files("tbb") or []
-    except PackageNotFoundError:
-        return False
-    for file in listed:
-        name = file.name.lower()
-        if name.startswith(("libtbb.so", "libtbb.dylib", "libtbb.12")) or name == "tbb12.dll":
-            try:
-                ctypes.CDLL(str(file.locate()), mode=ctypes.RTLD_GLOBAL)
-            except OSError:
-                continue
-            return True
-    return False
 
 
 def give_way_address() -> int:

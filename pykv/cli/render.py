@@ -204,7 +204,7 @@ class Screen:
             f"{stats.cache_f16_bytes / mib:.2f} MiB as f16",
             f"weights: {stats.weight_bytes / mib:.1f} MiB",
             f"load: {stats.load_seconds:.2f} s, compiling: {stats.compile_seconds:.2f} s",
-            f"threads: {stats.threads} ({stats.threading_layer}), seed: {stats.seed}",
+            f"threads: {stats.threads}, seed: {stats.seed}",
             *(stats.plan if plan else ()),
         ]
         _write(sys.stderr, "".join(line + "\n" for line in lines))

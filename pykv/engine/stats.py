@@ -28,7 +28,6 @@ class Stats:
     cache_f16_bytes: int = 0  # what the same tokens would take as plain f16
     weight_bytes: int = 0
     threads: int = 0
-    threading_layer: str = ""
     seed: int = 0
     plan: tuple[str, ...] = ()  # which kernels were chosen, one sentence each
     finish: Finish | None = None

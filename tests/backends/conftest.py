@@ -13,7 +13,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "cache")]
 def kernels():
     from pykv.backends.kernels import Kernels
 
-    return Kernels(2)
+    return Kernels()
 
 
 @pytest.fixture

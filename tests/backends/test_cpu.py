@@ -7,6 +7,7 @@ import pytest
 from verbs import Run, Source, Tiny, U, plain_step, result, source, values_of
 
 from pykv.backends import reference
+from pykv.backends.crew import Crew
 from pykv.config import CacheConfig
 from pykv.errors import CancelledError, NumericsError, UnsupportedError
 
@@ -337,21 +338,21 @@ def test_a_wider_tail_takes_large_values(make_run, monkeypatch, caplog):
 
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("call", [1, 3])
-def test_ctrl_c_leaves_the_backend_usable(make_run, monkeypatch, kernels, rows, call):
+def test_ctrl_c_leaves_the_backend_usable(make_run, monkeypatch, rows, call):
     run, calm = make_run(), make_run()
-    plain, calls = kernels.run, 0
+    plain, calls = Crew.run, 0
 
-    def interrupted(*args):
+    def interrupted(crew, *args):
         nonlocal calls
         calls += 1
         if calls == call:
             raise KeyboardInterrupt
-        plain(*args)
+        plain(crew, *args)
 
     for r in (run, calm):
         r.read(TOKENS[:60])
         r.read(TOKENS[60:61])
-    monkeypatch.setattr(kernels, "run", interrupted)
+    monkeypatch.setattr(Crew, "run", interrupted)
     if rows == 1:
         run.backend._programs.clear()
         monkeypatch.setattr("pykv.backends.program.SLICE_BYTES", 1)

@@ -57,17 +57,13 @@ def test_progress_is_told_each_kernel_that_is_compiled_and_none_that_is_loaded(t
     before = jit_numba.cache_folder()
     try:
         told = []
-        first = Kernels(1, told.append, tmp_path)
+        first = Kernels(told.append, tmp_path)
         _ = first["bias"]
         assert told[-1] == "bias"
-        assert len(set(told)) == len(told) == 2  # the driver, and this one
-        again = Kernels(1, told.append, tmp_path)
+        assert len(set(told)) == len(told) == 3  # the driver's two, and this one
+        again = Kernels(told.append, tmp_path)
         _ = again["bias"]
-        assert len(told) == 2
+        assert len(told) == 3
         assert first.compile_seconds > 0
     finally:
         jit_numba.set_cache_folder(before.parent.parent)
-
-
-def test_the_threading_layer_is_known_after_a_parallel_launch(make_cpu):
-    assert make_cpu().facts()["threading_layer"] in ("tbb", "omp", "workqueue")

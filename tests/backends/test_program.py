@@ -18,14 +18,13 @@ def lines_of(address, first, last):
 
 
 class Spy:
-    """Takes the place of the compiled driver."""
+    """Takes the place of the crew."""
 
     def __init__(self):
-        self.launches, self.threads = [], None
+        self.launches = []
 
-    def __call__(self, address, first, last, threads, state):
+    def run(self, address, first, last):
         self.launches.append(lines_of(address, first, last))
-        self.threads = threads
 
 
 def nothing():
@@ -45,19 +44,18 @@ def test_words_of_parameters():
 
 def test_lines_run_in_order_with_their_parameters():
     spy = Spy()
-    p = Program(spy, 3)
+    p = Program(spy)
     a = p.add(11, 5, 1, 2.0)
     b = p.add(12, 1, np.arange(4))
     assert len(p) == 2
     p.run(nothing)
     assert spy.launches == [[(11, a.ctypes.data, 5), (12, b.ctypes.data, 1)]]
-    assert spy.threads == 3
     assert a.tolist() == [1, 0x40000000]
 
 
 def test_tasks_may_change_before_and_between_runs():
     spy = Spy()
-    p = Program(spy, 1)
+    p = Program(spy)
     p.add(1, 5)
     p.add(2, 6)
     p.set_tasks(0, 7)
@@ -70,14 +68,14 @@ def test_tasks_may_change_before_and_between_runs():
 
 def test_an_empty_program_runs_nothing():
     spy = Spy()
-    Program(spy, 1).run(nothing)
+    Program(spy).run(nothing)
     assert spy.launches == []
 
 
 def test_costly_lines_end_a_slice_and_the_check_comes_before_each(monkeypatch):
     monkeypatch.setattr(program, "SLICE_BYTES", 100)
     spy, checks = Spy(), []
-    p = Program(spy, 1)
+    p = Program(spy)
     for kernel, cost in ((1, 60), (2, 60), (3, 0), (4, 500), (5, 10)):
         p.add(kernel, 1, cost=cost)
     p.run(lambda: checks.append(len(spy.launches)))
@@ -121,7 +119,7 @@ def test_buffers_are_arrays_of_their_shape():
 
 
 def test_parameters_that_are_arrays_stay_alive():
-    p = Program(Spy(), 1)
+    p = Program(Spy())
     x = np.arange(5)
     ctx = p.add(1, 1, x)
     address = x.ctypes.data

@@ -92,13 +92,3 @@ def test_the_blas_gets_its_threads_back():
         with blas.one():
             assert set(counts()) == {1}
         assert counts() == before
-
-
-def test_a_missing_tbb_is_no_error(monkeypatch):
-    def absent(name):
-        raise threads.PackageNotFoundError(name)
-
-    monkeypatch.setattr(threads, "files", absent)
-    assert threads.load_tbb() is False
-    monkeypatch.setattr(threads, "files", lambda name: None)
-    assert threads.load_tbb() is False

@@ -52,7 +52,6 @@ class Generation:
             generated_seconds=0.25,
             seed=42,
             threads=2,
-            threading_layer="fake",
             plan=("fake kernels",),
             finish=self._finish,
         )

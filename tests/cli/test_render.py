@@ -135,7 +135,6 @@ def test_stats_say_every_figure(capsys):
         load_seconds=0.25,
         compile_seconds=9,
         threads=2,
-        threading_layer="tbb",
         seed=7,
         plan=("q4_1: simd",),
         finish="length",
@@ -149,7 +148,7 @@ def test_stats_say_every_figure(capsys):
         "3.00 MiB in use, 4.00 MiB reserved, 6.00 MiB as f16",
         "90.0 MiB",
         "0.25 s, compiling: 9.00 s",
-        "2 (tbb), seed: 7",
+        "threads: 2, seed: 7",
         "q4_1: simd",
     ):
         assert figure in err

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+
 import numpy as np
 import pytest
 
+from pykv.backends.crew import Crew
+from pykv.backends.kernels import Kernels
 from pykv.backends.program import Program
-from pykv.backends.threads import give_way_address, load_tbb
-from pykv.kernels import driver_numba, jit_numba
+from pykv.kernels import jit_numba
 from pykv.kernels.simd_control import (
     fetch_add,
 )
@@ -30,17 +35,19 @@ def follow(ctx, task, worker):
 
 
 @pytest.fixture(scope="module")
-def run():
-    load_tbb()
-    driver, give_way = driver_numba.load(), give_way_address()
-    return lambda *where: driver(*where, give_way)
+def crews():
+    driver = Kernels().driver
+    made = {threads: Crew(driver, threads) for threads in (1, 2, 5)}
+    yield made
+    for crew in made.values():
+        crew.close()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("tasks", [0, 1, 2, 3, 1000])
-def test_every_task_runs_once(run, threads, tasks):
+def test_every_task_runs_once(crews, threads, tasks):
     counters, workers = np.zeros(1001, np.int64), np.full(1001, -1)
-    program = Program(run, threads)
+    program = Program(crews[threads])
     program.add(jit_numba.kernel(count, "test_count").address, tasks, counters, workers)
     for times in (1, 2):
         program.run(lambda: None)
@@ -51,21 +58,75 @@ def test_every_task_runs_once(run, threads, tasks):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_launch_begins_when_the_one_before_has_ended(run, threads):
-    kernel, program = jit_numba.kernel(follow, "test_follow").address, Program(run, threads)
+def test_a_launch_begins_when_the_one_before_has_ended(crews, threads):
+    kernel, program = jit_numba.kernel(follow, "test_follow").address, Program(crews[threads])
     rows = np.zeros((30, 700), np.int64)
     for a, b in zip(rows, rows[1:], strict=False):
         program.add(kernel, 700, a, b, 700)
-    for first in range(20):
+    for first in range(200):
         rows[0] = first
+        if first % 10 == 0:
+            time.sleep(0.01)  # the other threads go to sleep
         program.run(lambda: None)
         # 2 x + 1, 29 times
         assert (rows[29] == 2**29 * (first + 1) - 1).all()
 
 
-def test_the_layer_is_one_of_numbas(run):
-    counters = np.zeros(2, np.int64)
-    program = Program(run, 2)
-    program.add(jit_numba.kernel(count, "test_count").address, 2, counters, counters.copy())
-    program.run(lambda: None)
-    assert driver_numba.layer() in ("tbb", "omp", "workqueue")
+def test_python_work_runs_on_every_thread_between_programs(crews):
+    crew, counters = crews[5], np.zeros(9, np.int64)
+    program = Program(crew)
+    program.add(jit_numba.kernel(count, "test_count").address, 9, counters, counters.copy())
+    for times in range(1, 50):
+        seen = []
+        crew.call(seen.append)
+        assert sorted(seen) == [0, 1, 2, 3, 4]
+        program.run(lambda: None)
+        assert (counters == times).all()
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_an_error_in_one_thread_is_the_callers_after_all_have_ended(crews, bad):
+    ended = []
+
+    def work(worker):
+        if worker == bad:
+            raise ValueError("worker")
+        time.sleep(0.02)
+        ended.append(worker)
+
+    with pytest.raises(ValueError, match="worker"):
+        crews[5].call(work)
+    assert sorted(ended) == [n for n in range(5) if n != bad]
+    crews[5].call(ended.append)
+    assert sorted(ended[4:]) == [0, 1, 2, 3, 4]
+
+
+def test_threads_end_with_their_crew(crews):
+    def living():
+        return [t for t in threading.enumerate() if t.name.startswith("pykv-")]
+
+    driver = Kernels().driver
+    before = len(living())
+    closed, dropped = Crew(driver, 3), Crew(driver, 3)
+    for crew in (closed, dropped):
+        crew.call(lambda worker: None)
+    assert len(living()) == before + 4
+    closed.close()
+    del crew, dropped
+    deadline = time.monotonic() + 10
+    while len(living()) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(living()) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own(crews):
+    crew = crews[2]
+    crew.call(lambda worker: None)
+    child = os.fork()
+    if child == 0:
+        seen = []
+        crew.call(seen.append)
+        os._exit(len(seen))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
