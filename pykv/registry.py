@@ -15,7 +15,7 @@ from types import ModuleType
 
 from pykv.errors import UnsupportedError
 
-_NOT_KEYS = {"base", "blocks"}
+_NOT_KEYS = {"base", "blocks", "coded"}
 
 
 @cache

@@ -176,7 +176,7 @@ class FloatFormat(BlockFormat):
 
     def page_bytes(self, d: int, side: Side, n: int = PAGE_TOKENS) -> int:
         """Bytes of a page of n tokens for a head of width d."""
-        width = d if side == "key" else _padded(d)
+        width = d if side == "key" else padded(d)
         return -(-width * n * self.block_bytes // PAGE_ALIGN) * PAGE_ALIGN
 
     def encode_keys(self, x: F32) -> U8:
@@ -193,13 +193,13 @@ class FloatFormat(BlockFormat):
         """f32 [n, d] -> u8, [d / 32][n][32].  Raises FormatError: as `encode_keys`."""
         n, d = x.shape
         _check_tokens(self.name, n)
-        padded = np.pad(x, ((0, 0), (0, _padded(d) - d)))
-        blocks = padded.reshape(n, -1, VALUE_CHANNELS).transpose(1, 0, 2)
+        filled = np.pad(x, ((0, 0), (0, padded(d) - d)))
+        blocks = filled.reshape(n, -1, VALUE_CHANNELS).transpose(1, 0, 2)
         return self._page(blocks, self.page_bytes(d, "value", n))
 
     def decode_values(self, page: U8, d: int, n: int) -> F32:
         """u8, [d / 32][n][32] -> f32 [n, d].  Raises FormatError: a page of another size."""
-        shape = (_padded(d) // VALUE_CHANNELS, n, VALUE_CHANNELS)
+        shape = (padded(d) // VALUE_CHANNELS, n, VALUE_CHANNELS)
         blocks = self._values(page, self.page_bytes(d, "value", n), shape)
         return blocks.transpose(1, 0, 2).reshape(n, -1)[:, :d]
 
@@ -221,7 +221,8 @@ class FloatFormat(BlockFormat):
         return self.widen(np.ascontiguousarray(used).view(self.layout)).reshape(shape)
 
 
-def _padded(d: int) -> int:
+def padded(d: int) -> int:
+    """Channels of a value page."""
     return -(-d // VALUE_CHANNELS) * VALUE_CHANNELS
 
 

@@ -10,24 +10,35 @@ import numpy as np
 
 from pykv.formats.base import (
     F32,
-    BlockFormat,
+    U8,
     Blocks,
     bit_fields,
     extreme,
     join_nibbles,
     reciprocal,
 )
+from pykv.formats.coded import CodedFormat, Parameters
 
 
-class Q4_0(BlockFormat):
+class Q4_0(CodedFormat):
     """Four bits and a scale, around zero."""
 
+    roles = ("weight", "cache")
+    bits, residual, transform = 4, 64, "hadamard"
     layout = np.dtype([("d", "<f2", (1, 1)), ("qs", "u1", (16,))])
 
-    def encode_blocks(self, x: F32) -> Blocks:
+    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
         """The value of largest magnitude gets code 0."""
         d = extreme(x) * np.float32(-1 / 8)
-        q = np.minimum(x * reciprocal(d) + np.float32(8.5), 15).astype(np.uint8)
+        return np.minimum(x * reciprocal(d) + np.float32(8.5), 15).astype(np.uint8), (d,)
+
+    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+        """d * (code - 8)."""
+        return parameters[0] * (codes.astype(np.float32) - 8)
+
+    def encode_blocks(self, x: F32) -> Blocks:
+        """F32 [..., N, 32] -> layout [..., N]."""
+        q, (d,) = self.quantize(x)
         return self.pack(d=d, qs=join_nibbles(q))
 
     def decode_blocks(self, blocks: Blocks) -> F32:

@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykv.formats.base import F32, BlockFormat, Blocks, bit_fields, join_nibbles, reciprocal
+from pykv.formats.base import F32, U8, Blocks, bit_fields, join_nibbles, reciprocal
+from pykv.formats.coded import CodedFormat, Parameters
 
 
-class Q4_1(BlockFormat):
+class Q4_1(CodedFormat):
     """Four bits, a scale and a minimum."""
 
+    roles = ("weight", "cache")
+    bits, residual, transform, n_parameters = 4, 64, "hadamard", 2
     layout = np.dtype([("d", "<f2", (1, 1)), ("m", "<f2", (1, 1)), ("qs", "u1", (16,))])
 
-    def encode_blocks(self, x: F32) -> Blocks:
+    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
         """Codes count from the block's minimum, before that is rounded to half precision."""
         m = x.min(-1, keepdims=True)
         d = (x.max(-1, keepdims=True) - m) / 15
         q = np.minimum((x - m) * reciprocal(d) + np.float32(0.5), 15).astype(np.uint8)
+        return q, (d, m)
+
+    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+        """d * code + m."""
+        d, m = parameters
+        return d * codes.astype(np.float32) + m
+
+    def encode_blocks(self, x: F32) -> Blocks:
+        """F32 [..., N, 32] -> layout [..., N]."""
+        q, (d, m) = self.quantize(x)
         return self.pack(d=d, m=m, qs=join_nibbles(q))
 
     def decode_blocks(self, blocks: Blocks) -> F32:

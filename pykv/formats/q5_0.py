@@ -12,13 +12,13 @@ import numpy as np
 from pykv.formats.base import (
     F32,
     U8,
-    BlockFormat,
     Blocks,
     bit_fields,
     extreme,
     join_nibbles,
     reciprocal,
 )
+from pykv.formats.coded import CodedFormat, Parameters
 
 
 def split_fifth(q: U8) -> tuple[U8, U8]:
@@ -34,15 +34,25 @@ def join_fifth(qh: U8, qs: U8) -> U8:
     return low | high << np.uint8(4)
 
 
-class Q5_0(BlockFormat):
+class Q5_0(CodedFormat):
     """Five bits and a scale, around zero."""
 
+    roles = ("weight", "cache")
+    bits, residual, transform = 5, 64, "hadamard"
     layout = np.dtype([("d", "<f2", (1, 1)), ("qh", "u1", (4,)), ("qs", "u1", (16,))])
 
-    def encode_blocks(self, x: F32) -> Blocks:
+    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
         """The value of largest magnitude gets code 0."""
         d = extreme(x) * np.float32(-1 / 16)
-        q = np.minimum(x * reciprocal(d) + np.float32(16.5), 31).astype(np.uint8)
+        return np.minimum(x * reciprocal(d) + np.float32(16.5), 31).astype(np.uint8), (d,)
+
+    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+        """d * (code - 16)."""
+        return parameters[0] * (codes.astype(np.float32) - 16)
+
+    def encode_blocks(self, x: F32) -> Blocks:
+        """F32 [..., N, 32] -> layout [..., N]."""
+        q, (d,) = self.quantize(x)
         high, low = split_fifth(q)
         return self.pack(d=d, qh=high, qs=low)
 

@@ -8,22 +8,34 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykv.formats.base import F32, BlockFormat, Blocks, reciprocal
+from pykv.formats.base import F32, U8, Blocks, reciprocal
+from pykv.formats.coded import CodedFormat, Parameters
 
 
-class Q8_0(BlockFormat):
+class Q8_0(CodedFormat):
     """A signed byte and a scale."""
 
+    roles = ("weight", "cache")
+    bits = 8
     layout = np.dtype([("d", "<f2", (1,)), ("qs", "i1", (32,))])
 
-    def encode_blocks(self, x: F32) -> Blocks:
+    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
         """Codes -127 to 127, halves rounded away from zero."""
         d = np.abs(x).max(-1, keepdims=True) / 127
         scaled = x * reciprocal(d)
         whole = np.trunc(scaled)
         # twice the fraction is exact; adding a half to the value first would not be
         q = whole + np.trunc(2 * (scaled - whole))
-        return self.pack(d=d, qs=q.astype(np.int8))
+        return q.astype(np.int8).view(np.uint8), (d,)
+
+    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+        """d * code."""
+        return parameters[0] * codes.view(np.int8).astype(np.float32)
+
+    def encode_blocks(self, x: F32) -> Blocks:
+        """F32 [..., N, 32] -> layout [..., N]."""
+        q, (d,) = self.quantize(x)
+        return self.pack(d=d, qs=q.view(np.int8))
 
     def decode_blocks(self, blocks: Blocks) -> F32:
         """Layout [..., N] -> f32 [..., N, 32]."""

@@ -1,0 +1,53 @@
+"""fp8_e4m3, fp8_e5m2: eight-bit floating point, one scale per layer and KV head; 8 bits a value.
+
+Page: one byte a value, and nothing else;  v = scale * float8(code).  The scale is 1, or of a
+calibration file. e4m3 is the "fn" kind: 1 sign, 4 exponent (bias 7) and 3 mantissa bits, no
+infinity, largest value 448. e5m2: bias 15, largest finite value 57,344.
+Error: relative 2**-4 (e4m3) or 2**-3 (e5m2) in the normal range; what lies beyond the largest value
+is stored as it, and never as infinity or NaN.
+Source: Micikevicius et al. 2022, FP8 formats for deep learning, arXiv:2209.05433, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from pykv.formats.base import F32, U8
+from pykv.formats.coded import CodedFormat, Parameters
+
+
+class E4M3(CodedFormat):
+    """Four exponent and three mantissa bits."""
+
+    bits, key_axis, value_axis, n_parameters = 8, "head", "head", 0
+    mantissa_bits: ClassVar[int] = 3
+    bias: ClassVar[int] = 7
+    largest: ClassVar[int] = 0x7E  # the code of the largest finite value
+
+    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
+        """The nearest float8 of x / scale, of two the even one."""
+        y = x if scale is None else x / scale
+        size = np.abs(y)
+        least = 1 - self.bias
+        exponent = np.where(size > 0, np.maximum(np.frexp(size)[1] - 1, least), least)
+        # units of the last mantissa bit; the carry into the exponent comes by itself
+        units = np.rint(np.ldexp(size, self.mantissa_bits - exponent))
+        base = (exponent + self.bias - 1).astype(np.float32) * np.float32(2**self.mantissa_bits)
+        codes = np.minimum(base + units, self.largest).astype(np.uint8)
+        return codes | np.where(np.signbit(y), np.uint8(128), np.uint8(0)), ()
+
+    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+        """scale * the code's value."""
+        size = codes & np.uint8(127)
+        exponent = np.maximum(size >> np.uint8(self.mantissa_bits), np.uint8(1))
+        # below the first exponent the mantissa has no leading one
+        units = size.astype(np.int32) - (exponent.astype(np.int32) - 1) * 2**self.mantissa_bits
+        power = exponent.astype(np.int32) - self.bias - self.mantissa_bits
+        magnitude: F32 = np.ldexp(units.astype(np.float32), power).astype(np.float32)
+        value: F32 = np.where(codes > 127, -magnitude, magnitude)
+        return value if scale is None else value * scale
+
+
+FORMAT = E4M3()

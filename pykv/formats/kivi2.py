@@ -1,0 +1,17 @@
+"""kivi2: kivi4 with two bits; 3 bits a value.
+
+Layout, error and source: kivi4.py.
+"""
+
+from __future__ import annotations
+
+from pykv.formats.kivi4 import Kivi4
+
+
+class Kivi2(Kivi4):
+    """Two bits, a scale and a minimum."""
+
+    bits, residual = 2, 128
+
+
+FORMAT = Kivi2()

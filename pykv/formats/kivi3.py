@@ -1,0 +1,17 @@
+"""kivi3: kivi4 with three bits; 4 bits a value.
+
+Layout, error and source: kivi4.py.
+"""
+
+from __future__ import annotations
+
+from pykv.formats.kivi4 import Kivi4
+
+
+class Kivi3(Kivi4):
+    """Three bits, a scale and a minimum."""
+
+    bits, residual = 3, 128
+
+
+FORMAT = Kivi3()

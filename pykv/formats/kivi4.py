@@ -1,0 +1,46 @@
+"""kivi4, kivi3, kivi2: asymmetric codes, keys by channel and values by token; b + 1 bits a value.
+
+Page: codes of b bits, then scales f16, then minima f16; keys [32-token group][channel], values
+[32-channel block][64 tokens].  v = s * code + m, m = f16(min), s = f16((max - min) / (2**b - 1)).
+Error: at most s / 2 a value inside the range, and what rounding m and s costs at its ends.
+Source: Liu et al. 2024, KIVI, arXiv:2402.02750, section 3; github.com/jy-yuan/KIVI,
+quant/new_pack.py. There a constant group divides by zero; here its codes are 0, which is exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pykv.formats.base import F32, U8
+from pykv.formats.coded import MOST_SCALE, CodedFormat, Parameters
+
+
+def _half(x: npt.NDArray[Any]) -> F32:
+    """Rounded to float16, kept as float32; larger values are clamped."""
+    limited: F32 = np.clip(x, -MOST_SCALE, MOST_SCALE)
+    return limited.astype(np.float16).astype(np.float32)
+
+
+class Kivi4(CodedFormat):
+    """Four bits, a scale and a minimum."""
+
+    bits, key_axis, value_axis, n_parameters, residual = 4, "channel", "block", 2, 64
+
+    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
+        """Codes 0 to 2**bits - 1, halves rounded to even; 0 where the scale is 0."""
+        low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+        most = np.float32(2**self.bits - 1)
+        m, s = _half(low), _half((high - low) / most)
+        ratio = np.divide(x - m, s, out=np.zeros_like(x), where=s > 0)
+        return np.clip(np.rint(ratio), 0, most).astype(np.uint8), (s, m)
+
+    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+        """s * code + m."""
+        s, m = parameters
+        return s * codes.astype(np.float32) + m
+
+
+FORMAT = Kivi4()
