@@ -54,7 +54,8 @@ class CodedFormat(BlockFormat):
         """f32 [..., n], a group of n values -> codes u8 [..., n], parameters f32 [..., 1].
 
         n is 32 or less for blocks, and the head's width for tokens. `scale` is that of a format
-        whose axis is "head", f32 and broadcast.
+        whose axis is "head", f32 and broadcast. A page keeps parameters as float16, to which a
+        format rounds them only where its codes depend on it.
         """
         raise NotImplementedError
 
@@ -65,23 +66,25 @@ class CodedFormat(BlockFormat):
     # pages
 
     def page_bytes(self, d: int, side: Side, n: int = PAGE_TOKENS) -> int:
-        """Bytes of a page of 64 tokens for a head of width d."""
+        """Bytes of a page for a head of width d.  Raises FormatError: n is not 64."""
+        self._check_tokens(n)
         used = self._code_bytes(d, side) + 2 * self.n_parameters * self._groups(d, side)
         return -(-used // PAGE_ALIGN) * PAGE_ALIGN
 
     def encode_keys(self, x: F32, scale: F32 | None = None) -> U8:
         """f32 [64, d] -> a key page, u8.  Raises FormatError: another number of tokens."""
-        d = self._width(x)
-        groups, arrays = _key_groups(x, self.key_axis), []
-        codes = np.empty((d, PAGE_TOKENS), np.uint8)
-        for place, group in groups:
-            c, parameters = self.quantize(group, scale)
+        n, d = x.shape
+        self._check_tokens(n)
+        codes, arrays = np.empty((d, PAGE_TOKENS), np.uint8), []
+        for place, group in _key_groups(x, self.key_axis):
+            c, parameters = self._quantize(group, scale)
             codes[place] = _back(c, self.key_axis)
             arrays.append(parameters)
         return self._page(codes.reshape(-1, RUN), arrays, self.page_bytes(d, "key"))
 
     def decode_keys(self, page: U8, d: int, n: int = PAGE_TOKENS, scale: F32 | None = None) -> F32:
-        """A key page, u8 -> f32 [64, d].  Raises FormatError: a page of another size."""
+        """A key page, u8 -> f32 [64, d].  Raises FormatError: another size, or n is not 64."""
+        self._check_tokens(n)
         codes, flat = self._parts(page, d, "key")
         codes = codes.reshape(d, PAGE_TOKENS)
         out, at = np.empty((d, PAGE_TOKENS), np.float32), 0
@@ -96,10 +99,11 @@ class CodedFormat(BlockFormat):
 
     def encode_values(self, x: F32, scale: F32 | None = None) -> U8:
         """f32 [64, d] -> a value page, u8.  Raises FormatError: another number of tokens."""
-        d = self._width(x)
+        n, d = x.shape
+        self._check_tokens(n)
         codes, arrays = np.zeros((PAGE_TOKENS, padded(d)), np.uint8), []
         for first, stop in _value_blocks(d, self.value_axis):
-            codes[:, first:stop], parameters = self.quantize(x[:, first:stop], scale)
+            codes[:, first:stop], parameters = self._quantize(x[:, first:stop], scale)
             arrays.append(parameters)
         runs = codes.reshape(PAGE_TOKENS, -1, VALUE_CHANNELS).transpose(1, 0, 2)
         return self._page(runs.reshape(-1, RUN), arrays, self.page_bytes(d, "value"))
@@ -107,7 +111,8 @@ class CodedFormat(BlockFormat):
     def decode_values(
         self, page: U8, d: int, n: int = PAGE_TOKENS, scale: F32 | None = None
     ) -> F32:
-        """A value page, u8 -> f32 [64, d].  Raises FormatError: a page of another size."""
+        """A value page, u8 -> f32 [64, d].  Raises FormatError: as `decode_keys`."""
+        self._check_tokens(n)
         runs, flat = self._parts(page, d, "value")
         blocks = runs.reshape(-1, PAGE_TOKENS, VALUE_CHANNELS)
         codes = blocks.transpose(1, 0, 2).reshape(PAGE_TOKENS, -1)
@@ -135,11 +140,15 @@ class CodedFormat(BlockFormat):
         }
         return per_page[axis]
 
-    def _width(self, x: F32) -> int:
-        n, d = x.shape
+    def _check_tokens(self, n: int) -> None:
         if n != PAGE_TOKENS:
             raise FormatError(f"{self.name}: a page takes {PAGE_TOKENS} tokens, not {n}")
-        return int(d)
+
+    def _quantize(self, x: F32, scale: F32 | None) -> tuple[U8, Parameters]:
+        # a group of zeros has no inverse scale, and one past f16's range may overflow: both are
+        # dealt with after the fact
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            return self.quantize(x, scale)
 
     def _page(self, runs: U8, arrays: list[Parameters], n_bytes: int) -> U8:
         parts = [_pack(runs, self.bits)]

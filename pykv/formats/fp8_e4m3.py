@@ -3,8 +3,9 @@
 Page: one byte a value, and nothing else;  v = scale * float8(code).  The scale is 1, or of a
 calibration file. e4m3 is the "fn" kind: 1 sign, 4 exponent (bias 7) and 3 mantissa bits, no
 infinity, largest value 448. e5m2: bias 15, largest finite value 57,344.
-Error: relative 2**-4 (e4m3) or 2**-3 (e5m2) in the normal range; what lies beyond the largest value
-is stored as it, and never as infinity or NaN.
+Error: relative 2**-4 (e4m3) or 2**-3 (e5m2), and below the normal range scale * 2**-10 or scale *
+2**-17; what lies beyond the largest value is stored as it, and never as infinity or NaN. Codes past
+that of the largest value read as NaN: an unwritten page shows.
 Source: Micikevicius et al. 2022, FP8 formats for deep learning, arXiv:2209.05433, section 3.
 """
 
@@ -46,6 +47,7 @@ class E4M3(CodedFormat):
         units = size.astype(np.int32) - (exponent.astype(np.int32) - 1) * 2**self.mantissa_bits
         power = exponent.astype(np.int32) - self.bias - self.mantissa_bits
         magnitude: F32 = np.ldexp(units.astype(np.float32), power).astype(np.float32)
+        magnitude[size > self.largest] = np.nan
         value: F32 = np.where(codes > 127, -magnitude, magnitude)
         return value if scale is None else value * scale
 

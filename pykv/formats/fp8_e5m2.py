@@ -1,6 +1,7 @@
 """fp8_e5m2: five exponent bits (bias 15), two mantissa bits; 8 bits a value.
 
-Layout, error and source: fp8_e4m3.py.
+Layout and error: fp8_e4m3.py.
+Source: that of fp8_e4m3: Micikevicius et al. 2022, arXiv:2209.05433, section 3.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """int8: a signed byte a value, one scale per token and head; 8 + 16 / d bits a value.
 
 Page: codes i8, then scales f16 [64 tokens];  v = s * code, s = f16(max |x| / 127).
-Error: at most s / 2 a value, and what rounding s costs: max |x| / 2048 at the range's ends.
+Error: at most s / 2 a value, and what rounding s costs at the range's ends: max |x| / 2048, or
+127 * 2**-25 if that is more.
 Source: vLLM, vllm/v1/attention/ops/triton_reshape_and_cache_flash.py, int8_per_token_head, whose
 scale is a float32; here codes are chosen with the rounded scale.
 """

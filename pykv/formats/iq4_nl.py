@@ -1,6 +1,9 @@
 """iq4_nl: 32 values in 18 bytes, 4.5 bits a value, from a table of 16 uneven steps.
 
 Layout: d f16 | qs u8 [16];  v[j] = d * TABLE[qs[j] & 15],  v[j + 16] = d * TABLE[qs[j] >> 4].
+Page: codes of 4 bits, then scales f16 [32-channel block][64 tokens].
+Error: at most max |x| / 4 a value, opposite to the extremum, where the table ends early and the
+refitted d adds to it (and 127 * 2**-25 for rounding a small d).
 Source: llama.cpp ggml/src/ggml-quants.c, dequantize_row_iq4_nl,
 quantize_row_iq4_nl_impl (ntry = -1, without importances); ggml-common.h, kvalues_iq4nl.
 """
@@ -45,6 +48,8 @@ class IQ4_NL(CodedFormat):
         below = _sum(weight * steps * steps)
         fits = ~tiny & (below > 0)
         d = np.where(fits, above / np.where(fits, below, np.float32(1)), np.float32(0))
+        # the squares of values past 1e19 overflow
+        d = np.where(np.isfinite(d), d, first)
         return np.where(tiny, np.uint8(0), codes), (d,)
 
     def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:

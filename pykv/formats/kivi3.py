@@ -1,6 +1,7 @@
 """kivi3: kivi4 with three bits; 4 bits a value.
 
-Layout, error and source: kivi4.py.
+Layout and error: kivi4.py.
+Source: that of kivi4: Liu et al. 2024, KIVI, arXiv:2402.02750, section 3.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """q4_0: 32 values in 18 bytes, 4.5 bits a value.
 
 Layout: d f16 | qs u8 [16];  v[j] = d * ((qs[j] & 15) - 8),  v[j + 16] = d * ((qs[j] >> 4) - 8).
+Page: codes of 4 bits, then scales f16 [32-channel block][64 tokens].
+Error: at most max |x| / 8 a value, opposite to the extremum, else half of that; and what rounding d
+costs: max |x| / 2048 (or 8 * 2**-25).
 Source: llama.cpp ggml/src/ggml-quants.c, quantize_row_q4_0_ref, dequantize_row_q4_0.
 """
 

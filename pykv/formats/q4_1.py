@@ -1,6 +1,9 @@
 """q4_1: 32 values in 20 bytes, 5 bits a value.
 
 Layout: d f16 | m f16 | qs u8 [16];  v[j] = d * (qs[j] & 15) + m,  v[j + 16] = d * (qs[j] >> 4) + m.
+Page: codes of 4 bits, then scales f16, then minima f16, each [32-channel block][64 tokens].
+Error: at most (max - min) / 30 a value, and what rounding costs: (max - min) / 2048 (or
+15 * 2**-25) for d and |min| / 2048 (or 2**-25) for m.
 Source: llama.cpp ggml/src/ggml-quants.c, quantize_row_q4_1_ref, dequantize_row_q4_1.
 """
 

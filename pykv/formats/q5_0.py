@@ -2,6 +2,9 @@
 
 Layout: d f16 | qh u8 [4] | qs u8 [16];  v[j] = d * (q[j] - 16), where the low four bits of q are
 the low nibbles of qs, then the high ones, and bit 4 of q[j] is bit j of qh.
+Page: codes of 5 bits, then scales f16 [32-channel block][64 tokens].
+Error: at most max |x| / 16 a value, opposite to the extremum, else half of that; and what rounding
+d costs: max |x| / 2048 (or 16 * 2**-25).
 Source: llama.cpp ggml/src/ggml-quants.c, quantize_row_q5_0_ref, dequantize_row_q5_0.
 """
 

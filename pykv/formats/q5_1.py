@@ -1,6 +1,9 @@
 """q5_1: 32 values in 24 bytes, 6 bits a value.
 
 Layout: d f16 | m f16 | qh u8 [4] | qs u8 [16];  v[j] = d * q[j] + m, with q as in q5_0.
+Page: codes of 5 bits, then scales f16, then minima f16, each [32-channel block][64 tokens].
+Error: at most (max - min) / 62 a value, and what rounding costs: (max - min) / 2048 (or
+31 * 2**-25) for d and |min| / 2048 (or 2**-25) for m.
 Source: llama.cpp ggml/src/ggml-quants.c, quantize_row_q5_1_ref, dequantize_row_q5_1.
 """
 

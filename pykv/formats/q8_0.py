@@ -1,6 +1,8 @@
 """q8_0: 32 values in 34 bytes, 8.5 bits a value.
 
 Layout: d f16 | qs i8 [32];  v[j] = d * qs[j].
+Page: codes of 8 bits, then scales f16 [32-channel block][64 tokens].
+Error: at most max |x| / 254 a value, and what rounding d costs: max |x| / 2048 (or 127 * 2**-25).
 Source: llama.cpp ggml/src/ggml-quants.c, quantize_row_q8_0_ref, dequantize_row_q8_0.
 """
 

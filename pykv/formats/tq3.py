@@ -1,6 +1,7 @@
 """tq3: tq4 with three bits; 3 + 16 / d bits a value.
 
-Layout, error and source: tq4.py.
+Layout and error: tq4.py.
+Source: that of tq4: Zandieh et al. 2025, TurboQuant, arXiv:2504.19874, section 3.
 """
 
 from __future__ import annotations

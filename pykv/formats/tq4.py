@@ -4,7 +4,8 @@ Page: codes of b bits, then scales f16 [64 tokens].  A head's vector is turned b
 orthogonal matrix (the transform `random`), so that its channels look normally distributed; its
 code i stands for scale * LEVELS[i].  The levels are the Lloyd-Max quantiser's for a normal
 distribution. The scale makes the decoded vector as long as the encoded one.
-Error: relative mean square about 0.0095 (4 bits) and 0.0345 (3 bits) of a vector's length.
+Error: a vector keeps its length, to 2**-11, and errs by at most sqrt(2) of it; a turned one by a
+mean square of about 0.0095 (4 bits) or 0.0345 (3 bits) of its own.
 Source: Zandieh et al. 2025, TurboQuant, arXiv:2504.19874, section 3 (the mean-square variant);
 J. Max 1960, Quantizing for minimum distortion, table I, for the levels.
 """

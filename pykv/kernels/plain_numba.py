@@ -4,16 +4,17 @@ A key page is [d][slots], a value page [ceil(d / 32)][slots][32]; slots is 64, o
 the sinks rounded up to 16. Templates: ITEM is the bytes of a value; `load`, `store` and `put` move
 sixteen values or one.
 
-The functions of a cache format, all taking addresses:
-    encode_keys(x, d, page)         x f32 [d][64] -> page
-    encode_values(x, d, page)       x f32 [ceil(d / 32)][64][32] -> page
-    scores(q, q_stride, page, d, slots, out, out_stride)
+The functions of a cache format, all taking addresses; `extra` is that of float32 which belong to
+the layer and head and lie outside the pages, for formats that have such:
+    encode_keys(x, d, page, extra)  x f32 [d][64] -> page
+    encode_values(x, d, page, extra) x f32 [ceil(d / 32)][64][32] -> page
+    scores(q, q_stride, page, d, slots, out, out_stride, extra)
                                     out[i][t] = q[i] . key t, for the rows i of a group
-    mix(p, p_stride, entries, count, tokens, slots, d, out, out_stride)
+    mix(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra)
                                     out[i] += sum over t of p[i][t] * value t, over `count` pages
                                     whose addresses stand at `entries`; of the last, `tokens`
-    read_keys(page, d, slots, out)  -> f32 [d][64]
-    read_values(page, d, slots, out) -> f32 [ceil(d / 32)][64][32]
+    read_keys(page, d, slots, out, extra)   -> f32 [d][64]
+    read_values(page, d, slots, out, extra) -> f32 [ceil(d / 32)][64][32]
     write_key(x, page, d, slots, slot), write_value(...)   one token, for tails
 """
 
@@ -43,17 +44,17 @@ ITEM = GROUP = 1
 load, store, put = load_f32, store_f32, store_f32
 
 
-def _encode_keys(x, d, page):
+def _encode_keys(x, d, page, extra):
     for i in range(d * 4):
         store(page + i * 16 * ITEM, load_f32(x + i * 64))
 
 
-def _encode_values(x, d, page):
+def _encode_values(x, d, page, extra):
     for i in range((d + 31) // 32 * 128):
         store(page + i * 16 * ITEM, load_f32(x + i * 64))
 
 
-def _scores(q, q_stride, page, d, slots, out, out_stride):
+def _scores(q, q_stride, page, d, slots, out, out_stride, extra):
     step = slots * ITEM
     if slots == 64:
         a, b, c, e = zeros(GROUP), zeros(GROUP), zeros(GROUP), zeros(GROUP)
@@ -75,7 +76,7 @@ def _scores(q, q_stride, page, d, slots, out, out_stride):
             store_group(out + run * 64, out_stride, a)
 
 
-def _mix(p, p_stride, entries, count, tokens, slots, d, out, out_stride):
+def _mix(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra):
     for block in range((d + 31) // 32):
         at = out + block * 128
         a = load_group(zeros(GROUP), at, out_stride)
@@ -90,13 +91,13 @@ def _mix(p, p_stride, entries, count, tokens, slots, d, out, out_stride):
         store_group(at + 64, out_stride, b)
 
 
-def _read_keys(page, d, slots, out):
+def _read_keys(page, d, slots, out, extra):
     for i in range(d):
         for run in range(slots // 16):
             store_f32(out + i * 256 + run * 64, load(page + (i * slots + run * 16) * ITEM))
 
 
-def _read_values(page, d, slots, out):
+def _read_values(page, d, slots, out, extra):
     for block in range((d + 31) // 32):
         for t in range(slots):
             at = page + (block * slots + t) * 32 * ITEM

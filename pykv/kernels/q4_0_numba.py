@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 from numba import float32
 
+from pykv.kernels.coded_numba import cache_functions
 from pykv.kernels.jit_numba import device, inlined
+from pykv.kernels.quantize_numba import centred
 from pykv.kernels.simd import (
     field,
     fma,
     splat,
     to_f32,
 )
+from pykv.kernels.simd_codes import table_entry
 from pykv.kernels.simd_int import bits, load_4x16, spread_halves
 from pykv.kernels.simd_memory import (
     load_f32,
@@ -47,3 +50,27 @@ def group_dot(acc, row, group, n_blocks, x, scales, place):
     sums = to_f32(both_products(bits(codes, 0, 4), bits(codes, 4, 4), x))
     centred = fma(sums, load_f32(x + SCALES_AT), load_f32(x + OFFSETS_AT))
     return fma(centred, spread_halves(b0, b1, b2, b3, 4, 0), acc)
+
+
+LEVELS = tuple(float(i - 8) for i in range(16))
+FLOAT_HALF = np.float32(8)
+
+
+# pages of the cache: see coded_numba.py
+
+
+@device
+def quantize(x, step, n, codes, code_step, extra):
+    """Codes around 8."""
+    return centred(x, step, n, codes, code_step, FLOAT_HALF)
+
+
+@inlined
+def level(x):
+    """code - 8."""
+    return table_entry(x, LEVELS)
+
+
+encode_keys, encode_values, scores, mix, read_keys, read_values = cache_functions(
+    "q4_0", 4, quantize, level
+)

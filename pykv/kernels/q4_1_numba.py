@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from pykv.kernels.coded_numba import cache_functions
 from pykv.kernels.jit_numba import device, inlined
+from pykv.kernels.quantize_numba import counted
 from pykv.kernels.simd import (
     field,
     fma,
     splat,
     to_f32,
 )
+from pykv.kernels.simd_codes import table_entry
 from pykv.kernels.simd_int import bits, load_4x16, spread_halves
 from pykv.kernels.simd_memory import (
     load_f32,
@@ -48,3 +51,27 @@ def group_dot(acc, row, group, n_blocks, x, scales, place):
     least = spread_halves(b0 + 2, b1 + 2, b2 + 2, b3 + 2, 4, 0)
     acc = fma(sums * load_f32(x + SCALES_AT), scale, acc)
     return fma(load_f32(x + OFFSETS_AT), least, acc)
+
+
+LEVELS = tuple(float(i) for i in range(16))
+MOST_CODE = np.float32(15)
+
+
+# pages of the cache: see coded_numba.py
+
+
+@device
+def quantize(x, step, n, codes, code_step, extra):
+    """Codes from the minimum."""
+    return counted(x, step, n, codes, code_step, MOST_CODE)
+
+
+@inlined
+def level(x):
+    """The code itself."""
+    return table_entry(x, LEVELS)
+
+
+encode_keys, encode_values, scores, mix, read_keys, read_values = cache_functions(
+    "q4_1", 4, quantize, level, parameters=2
+)

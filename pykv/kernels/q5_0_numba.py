@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numba import float32
 
+from pykv.kernels.coded_numba import cache_functions
 from pykv.kernels.jit_numba import device, inlined
+from pykv.kernels.quantize_numba import centred
 from pykv.kernels.simd import (
     bit_set,
     field,
@@ -14,6 +16,7 @@ from pykv.kernels.simd import (
     splat,
     to_f32,
 )
+from pykv.kernels.simd_codes import low_bits
 from pykv.kernels.simd_int import add_where, bits, load_4x16, spread_halves
 from pykv.kernels.simd_memory import (
     load_f32,
@@ -69,3 +72,26 @@ def group_dot(acc, row, group, n_blocks, x, scales, place):
     sums = to_f32(both_products(low, high, x))
     centred = fma(sums, load_f32(x + SCALES_AT), load_f32(x + OFFSETS_AT))
     return fma(centred, spread_halves(b0, b1, b2, b3, 4, 0), acc)
+
+
+FLOAT_HALF = np.float32(16)
+
+
+# pages of the cache: see coded_numba.py
+
+
+@device
+def quantize(x, step, n, codes, code_step, extra):
+    """Codes around 16."""
+    return centred(x, step, n, codes, code_step, FLOAT_HALF)
+
+
+@inlined
+def level(x):
+    """code - 16."""
+    return to_f32(low_bits(x, 5)) - FLOAT_HALF
+
+
+encode_keys, encode_values, scores, mix, read_keys, read_values = cache_functions(
+    "q5_0", 5, quantize, level
+)

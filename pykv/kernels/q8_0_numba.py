@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from pykv.kernels.coded_numba import cache_functions
 from pykv.kernels.jit_numba import device, inlined
+from pykv.kernels.quantize_numba import extreme, reciprocal
 from pykv.kernels.simd import (
     fma,
     to_f32,
@@ -13,7 +15,9 @@ from pykv.kernels.simd_int import flip, load_2x32, spread_halves
 from pykv.kernels.simd_memory import (
     load_f32,
     load_i8,
+    put_u8,
     scalar_f16,
+    scalar_f32,
 )
 from pykv.kernels.vnni_numba import NATURAL, OFFSETS_AT, SCALES_AT, products
 
@@ -43,3 +47,30 @@ def group_dot(acc, row, group, n_blocks, x, scales, place):
     high = fma(high, load_f32(x + SCALES_AT + 64), load_f32(x + OFFSETS_AT + 64))
     acc = fma(low, spread_halves(b0, b1, b2, b3, 2, 0), acc)
     return fma(high, spread_halves(b0, b1, b2, b3, 2, 2), acc)
+
+
+# pages of the cache: see coded_numba.py
+F127, F2 = np.float32(127), np.float32(2)
+
+
+@device
+def quantize(x, step, n, codes, code_step, extra):
+    """Signed bytes, halves rounded away from zero."""
+    d = abs(extreme(x, step, n)) / F127
+    inverse = reciprocal(d)
+    for i in range(n):
+        scaled = scalar_f32(x + i * step) * inverse
+        whole = np.trunc(scaled)
+        put_u8(codes + i * code_step, int(whole + np.trunc(F2 * (scaled - whole))))
+    return d, d
+
+
+@inlined
+def load_level(address):
+    """Sixteen signed bytes."""
+    return to_f32(load_i8(address))
+
+
+encode_keys, encode_values, scores, mix, read_keys, read_values = cache_functions(
+    "q8_0", 8, quantize, load_level
+)

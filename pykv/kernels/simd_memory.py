@@ -216,3 +216,23 @@ def stack(typingctx, size):
         return builder.ptrtoint(block, _I64)
 
     return types.intp(size), codegen
+
+
+@intrinsic
+def half_of(typingctx, x):
+    """A float32 rounded to a half float, and back."""
+
+    def codegen(context, builder, signature, args):
+        return _widen_half(context, builder, _narrow_to_half(context, builder, args[0]))
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
+def float_bits(typingctx, x):
+    """The bits of a float32, as a non-negative int64."""
+
+    def codegen(context, builder, signature, args):
+        return builder.zext(builder.bitcast(args[0], _I32), _I64)
+
+    return types.intp(types.float32), codegen

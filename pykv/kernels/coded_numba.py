@@ -1,0 +1,264 @@
+"""Cache pages of codes for the CPU: layout in formats/coded.py, the functions in plain_numba.py.
+
+Templates, put together by `cache_functions`. A format gives its bits, what its codes stand for
+(`level`, int32 lanes -> float32 lanes; for 8 bits `load_level`, 16 bytes at an address), which axes
+its scales lie along, and
+    quantize(x, step, n, codes, code_step, extra) -> scale, minimum
+which chooses the codes, a byte each at `codes + i * code_step`, of the n float32 at `x + i * step`.
+`extra` is the address of what lies outside the pages: a head's scale, where the axis is "head".
+
+A scale that goes with a token multiplies its score, or its weight before the values are summed; one
+that goes with a channel multiplies the query. So each code is multiplied once, by the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pykv.kernels import coded_pages_numba as pages
+from pykv.kernels.coded_pages_numba import MOST_WIDTH
+from pykv.kernels.jit_numba import bind, device, inlined
+from pykv.kernels.plain_numba import PAGE
+from pykv.kernels.planes_numba import KEYS, VALUES, code_bytes_keys, code_bytes_values
+from pykv.kernels.simd import reduce_add, splat
+from pykv.kernels.simd_group import (
+    add_group_times,
+    add_groups,
+    add_products,
+    load_group,
+    store_group,
+    zeros,
+)
+from pykv.kernels.simd_memory import (
+    load_f16,
+    load_f32,
+    put_f32,
+    scalar_f16,
+    scalar_f32,
+    scalar_i64,
+    stack,
+    store_f32,
+)
+
+f = np.float32
+BITS = GROUP = PARAMETERS = 1
+BY_BLOCK = True
+SCALED_BYTES = 8 * 4 * MOST_WIDTH  # a query for each half of a page and each head
+_stub = inlined(lambda *args: None)
+key_levels = value_levels = _stub
+
+
+# scores: the query times codes, then the scales
+
+
+def _scores_block(q, q_stride, page, d, slots, out, out_stride, extra):
+    scales, blocks = page + code_bytes_keys(d, BITS), (d + 31) // 32
+    sums = stack(64)  # of the query over a block, for each head
+    for block in range(blocks):
+        a, b, c, e = zeros(GROUP), zeros(GROUP), zeros(GROUP), zeros(GROUP)
+        last = min(block * 32 + 32, d)
+        for i in range(block * 32, last):
+            v, w, x, y = key_levels(page, d, i)
+            a = add_products(a, q + i * 4, q_stride, v)
+            b = add_products(b, q + i * 4, q_stride, w)
+            c = add_products(c, q + i * 4, q_stride, x)
+            e = add_products(e, q + i * 4, q_stride, y)
+        at, start = scales + block * 128, zeros(GROUP)
+        s, t, u, z = start, start, start, start
+        if block > 0:
+            s, t = load_group(start, out, out_stride), load_group(start, out + 64, out_stride)
+            u = load_group(start, out + 128, out_stride)
+            z = load_group(start, out + 192, out_stride)
+        if PARAMETERS == 2:
+            for g in range(GROUP):
+                total = f(0)
+                for i in range(block * 32, last):
+                    total += scalar_f32(q + g * q_stride + i * 4)
+                put_f32(sums + g * 4, total)
+            m = at + blocks * 128
+            s, t = add_products(s, sums, 4, load_f16(m)), add_products(t, sums, 4, load_f16(m + 32))
+            u = add_products(u, sums, 4, load_f16(m + 64))
+            z = add_products(z, sums, 4, load_f16(m + 96))
+        store_group(out, out_stride, add_group_times(s, a, load_f16(at)))
+        store_group(out + 64, out_stride, add_group_times(t, b, load_f16(at + 32)))
+        store_group(out + 128, out_stride, add_group_times(u, c, load_f16(at + 64)))
+        store_group(out + 192, out_stride, add_group_times(z, e, load_f16(at + 96)))
+
+
+def _scores_token(q, q_stride, page, d, slots, out, out_stride, extra):
+    scales = page + code_bytes_keys(d, BITS)
+    a, b, c, e = zeros(GROUP), zeros(GROUP), zeros(GROUP), zeros(GROUP)
+    for i in range(d):
+        v, w, x, y = key_levels(page, d, i)
+        a = add_products(a, q + i * 4, q_stride, v)
+        b = add_products(b, q + i * 4, q_stride, w)
+        c = add_products(c, q + i * 4, q_stride, x)
+        e = add_products(e, q + i * 4, q_stride, y)
+    none = zeros(GROUP)
+    store_group(out, out_stride, add_group_times(none, a, load_f16(scales)))
+    store_group(out + 64, out_stride, add_group_times(none, b, load_f16(scales + 32)))
+    store_group(out + 128, out_stride, add_group_times(none, c, load_f16(scales + 64)))
+    store_group(out + 192, out_stride, add_group_times(none, e, load_f16(scales + 96)))
+
+
+def _scores_head(q, q_stride, page, d, slots, out, out_stride, extra):
+    a, b, c, e = zeros(GROUP), zeros(GROUP), zeros(GROUP), zeros(GROUP)
+    for i in range(d):
+        v, w, x, y = key_levels(page, d, i)
+        a = add_products(a, q + i * 4, q_stride, v)
+        b = add_products(b, q + i * 4, q_stride, w)
+        c = add_products(c, q + i * 4, q_stride, x)
+        e = add_products(e, q + i * 4, q_stride, y)
+    none, scale = zeros(GROUP), splat(scalar_f32(extra))
+    store_group(out, out_stride, add_group_times(none, a, scale))
+    store_group(out + 64, out_stride, add_group_times(none, b, scale))
+    store_group(out + 128, out_stride, add_group_times(none, c, scale))
+    store_group(out + 192, out_stride, add_group_times(none, e, scale))
+
+
+def _scores_channel(q, q_stride, page, d, slots, out, out_stride, extra):
+    # the query times each half's scales, and its product with the minima
+    scaled, scales = stack(SCALED_BYTES), page + code_bytes_keys(d, BITS)
+    row, offsets = d * 4, stack(64)
+    for half in range(2):
+        s = scales + half * d * 2
+        m = s + d * 4
+        for g in range(GROUP):
+            x, to = q + g * q_stride, scaled + (half * GROUP + g) * row
+            total, whole = splat(f(0)), d // 16 * 16
+            for i in range(0, whole, 16):
+                v = load_f32(x + i * 4)
+                store_f32(to + i * 4, v * load_f16(s + i * 2))
+                total = total + v * load_f16(m + i * 2)
+            offset = reduce_add(total)
+            for i in range(whole, d):
+                v = scalar_f32(x + i * 4)
+                put_f32(to + i * 4, v * scalar_f16(s + i * 2))
+                offset += v * scalar_f16(m + i * 2)
+            put_f32(offsets + (half * GROUP + g) * 4, offset)
+    one, none = splat(f(1)), zeros(GROUP)
+    a = add_products(none, offsets, 4, one)
+    c = add_products(none, offsets + GROUP * 4, 4, one)
+    b, e = a, c
+    low, high = scaled, scaled + GROUP * row
+    for i in range(d):
+        v, w, x, y = key_levels(page, d, i)
+        a = add_products(a, low + i * 4, row, v)
+        b = add_products(b, low + i * 4, row, w)
+        c = add_products(c, high + i * 4, row, x)
+        e = add_products(e, high + i * 4, row, y)
+    store_group(out, out_stride, a)
+    store_group(out + 64, out_stride, b)
+    store_group(out + 128, out_stride, c)
+    store_group(out + 192, out_stride, e)
+
+
+# values: the weights times the scales, then times the codes
+
+
+def _mix_scaled(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra):
+    scaled, least, blocks = stack(1024), stack(256), (d + 31) // 32
+    for block in range(blocks):
+        at, none = out + block * 128, zeros(GROUP)
+        a, b = load_group(none, at, out_stride), load_group(none, at + 64, out_stride)
+        c, e = none, none
+        if PARAMETERS == 2:
+            for g in range(GROUP):
+                store_f32(least + g * 64, splat(f(0)))
+        for i in range(count):
+            page = scalar_i64(entries + i * 8)
+            scales = page + code_bytes_values(d, BITS)
+            if BY_BLOCK:
+                scales += block * 128
+            for j in range(4):
+                to, from_ = j * 64, p + i * 256 + j * 64
+                scale = load_f16(scales + j * 32)
+                for g in range(GROUP):
+                    store_f32(scaled + g * 256 + to, load_f32(from_ + g * p_stride) * scale)
+                if PARAMETERS == 2:
+                    minimum = load_f16(scales + blocks * 128 + j * 32)
+                    for g in range(GROUP):
+                        more = load_f32(from_ + g * p_stride) * minimum
+                        store_f32(least + g * 64, load_f32(least + g * 64) + more)
+            for t in range(0, PAGE, 4):
+                u, v, w, x, y, z, k, m = value_levels(page, d, block, t)
+                a = add_products(a, scaled + t * 4, 256, u)
+                b = add_products(b, scaled + t * 4, 256, v)
+                c = add_products(c, scaled + t * 4 + 4, 256, w)
+                e = add_products(e, scaled + t * 4 + 4, 256, x)
+                a = add_products(a, scaled + t * 4 + 8, 256, y)
+                b = add_products(b, scaled + t * 4 + 8, 256, z)
+                c = add_products(c, scaled + t * 4 + 12, 256, k)
+                e = add_products(e, scaled + t * 4 + 12, 256, m)
+        a, b = add_groups(a, c), add_groups(b, e)
+        if PARAMETERS == 2:
+            one = splat(f(1))
+            for g in range(GROUP):
+                put_f32(least + g * 64, reduce_add(load_f32(least + g * 64)))
+            a, b = add_products(a, least, 64, one), add_products(b, least, 64, one)
+        store_group(at, out_stride, a)
+        store_group(at + 64, out_stride, b)
+
+
+def _mix_head(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra):
+    scale = splat(scalar_f32(extra))
+    for block in range((d + 31) // 32):
+        at, none = out + block * 128, zeros(GROUP)
+        a, b, c, e = none, none, none, none
+        for i in range(count):
+            page, from_ = scalar_i64(entries + i * 8), p + i * 256
+            for t in range(0, PAGE, 4):
+                u, v, w, x, y, z, k, m = value_levels(page, d, block, t)
+                a = add_products(a, from_ + t * 4, p_stride, u)
+                b = add_products(b, from_ + t * 4, p_stride, v)
+                c = add_products(c, from_ + t * 4 + 4, p_stride, w)
+                e = add_products(e, from_ + t * 4 + 4, p_stride, x)
+                a = add_products(a, from_ + t * 4 + 8, p_stride, y)
+                b = add_products(b, from_ + t * 4 + 8, p_stride, z)
+                c = add_products(c, from_ + t * 4 + 12, p_stride, k)
+                e = add_products(e, from_ + t * 4 + 12, p_stride, m)
+        before = load_group(none, at, out_stride)
+        store_group(at, out_stride, add_group_times(before, add_groups(a, c), scale))
+        before = load_group(none, at + 64, out_stride)
+        store_group(at + 64, out_stride, add_group_times(before, add_groups(b, e), scale))
+
+
+AXES = {"block": 0, "channel": 1, "token": 2, "head": 3}
+_SCORES = (_scores_block, _scores_channel, _scores_token, _scores_head)
+
+
+def cache_functions(
+    name: str,
+    bits: int,
+    quantize: Any,
+    level: Any,
+    key_axis: str = "block",
+    value_axis: str = "block",
+    parameters: int = 1,
+) -> tuple[Any, ...]:
+    """encode_keys, encode_values, scores, mix, read_keys, read_values of a format.
+
+    `scores` and `mix` still lack GROUP. `level` is `load_level` for codes of eight bits.
+    """
+
+    def make(template: Any, **more: Any) -> Any:
+        return bind(template, f"{name}{template.__name__}", **more)
+
+    keys, values = AXES[key_axis], AXES[value_axis]
+    names: dict[str, Any] = {
+        "BITS": bits,
+        "PARAMETERS": parameters,
+        "KEY_AXIS": keys,
+        "VALUE_AXIS": values,
+        "BY_BLOCK": value_axis == "block",
+        "quantize": quantize,
+    }
+    own = {"level": level, "load_level": level}
+    names["key_levels"] = inlined(make(KEYS[bits], **own))
+    names["value_levels"] = inlined(make(VALUES[bits], **own))
+    encoders = (device(make(t, **names)) for t in (pages._encode_keys, pages._encode_values))
+    readers = (device(make(t, **names)) for t in (pages._read_keys, pages._read_values))
+    mix = _mix_head if value_axis == "head" else _mix_scaled
+    return (*encoders, make(_SCORES[keys], **names), make(mix, **names), *readers)

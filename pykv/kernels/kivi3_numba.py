@@ -1,0 +1,7 @@
+"""kivi3 cache pages for the CPU: layout in formats/kivi4.py."""
+
+from __future__ import annotations
+
+from pykv.kernels.kivi4_numba import functions
+
+encode_keys, encode_values, scores, mix, read_keys, read_values = functions("kivi3", 3)
