@@ -18,8 +18,8 @@ there is the specification of its format: layout, arithmetic, source.
 *Weights* are read as they lie in a GGUF file. *Cache* formats are what `-ctk` and `-ctv` take.
 *CPU* says that there are SIMD kernels; without them the reference backend still runs a cache format
 and the CPU backend decodes a weight type to float32 when it loads a model, with a warning saying
-what that costs. Bits of a cached value are those of a full page of a head of width 64, scales and
-padding included.
+what that costs. Blocks and their bits are those of weights in a file; bits of a cached value are
+those of a full page of a head of width 64, scales and padding included.
 
 """
 COLUMNS = ("format", "roles", "values in a block", "bytes", "bits a value", "cached", "CPU")
@@ -43,14 +43,15 @@ def cached_bits(format_: Any) -> str:
 def row(name: str) -> list[str]:
     """A format's line of the table."""
     format_ = registry.find("formats", name, "format").FORMAT
-    bits = format_.block_bytes * 8 / format_.block_len
+    block = ["", "", ""]
+    if "weight" in format_.roles:
+        bits = format_.block_bytes * 8 / format_.block_len
+        block = [str(format_.block_len), str(format_.block_bytes), f"{bits:.4g}"]
     kernels = importlib.util.find_spec(f"pykv.kernels.{name}_numba") is not None
     return [
         f"[`{name}`](../pykv/formats/{name}.py)",
         ", ".join(format_.roles),
-        str(format_.block_len),
-        str(format_.block_bytes),
-        f"{bits:.4g}",
+        *block,
         cached_bits(format_),
         "yes" if kernels else "no",
     ]

@@ -36,6 +36,9 @@ class CacheConfig:
     sinks: int = 4  # tokens at the start of a sequence that are never encoded
     residual: int | None = None  # newest tokens kept exact; None: the formats' default
     tail_type: str | None = None  # f32, f16 or bf16; None: f16, or the page's own wider type
+    transform_k: str = "auto"  # of key pages: none, hadamard, random, or the format's own
+    transform_v: str = "auto"  # of value pages
+    override: str | None = None  # other types for some layers: "0-1=k:q8_0,v:q8_0;5=k:f16"
 
     def __post_init__(self) -> None:
         _check_types(self)

@@ -84,11 +84,23 @@ class CacheFormats:
     page_v: str
     tail_k: str
     tail_v: str
+    transform_k: str = "none"  # of key pages: none, hadamard or random; see transforms.py
+    transform_v: str = "none"
+
+    @property
+    def exact_k(self) -> bool:
+        """Whether key pages are the tail's pages."""
+        return self.page_k == self.tail_k and self.transform_k == "none"
+
+    @property
+    def exact_v(self) -> bool:
+        """Whether value pages are the tail's pages."""
+        return self.page_v == self.tail_v and self.transform_v == "none"
 
     @property
     def exact(self) -> bool:
-        """Whether pages are the tail's pages: nothing is ever encoded."""
-        return self.page_k == self.tail_k and self.page_v == self.tail_v
+        """Whether nothing is ever encoded."""
+        return self.exact_k and self.exact_v
 
 
 @dataclass

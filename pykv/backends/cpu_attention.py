@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pykv.backends.base import F32, I64, PAGE, Rope, Step
+from pykv.backends.base import F32, I64, PAGE, CacheFormats, LayerShape, Rope, Step
 from pykv.backends.kernels import cache_key, tiles
 from pykv.backends.program import Arena, Buffer, Memory, Program
+from pykv.backends.transforms import kernel_matrix
 from pykv.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -36,6 +37,29 @@ class _RowLaunch:
     combine: I64
 
 
+class PageMaps:
+    """What a layer's encoded pages need beside their bytes: maps, and their formats' numbers."""
+
+    def __init__(self, shape: LayerShape, formats: CacheFormats) -> None:
+        self.matrix_k = kernel_matrix(formats.transform_k, shape.d_k)
+        self.matrix_v = kernel_matrix(formats.transform_v, shape.d_v)
+        self.d_k, self.d_v = shape.d_k, shape.d_v
+        # scales of formats that keep one for a head: none was calibrated, so all are 1
+        self.extra_k = self.extra_v = np.ones(shape.n_kv, np.float32)
+
+    def key_query(self, backend: CpuBackend, q: Buffer) -> Buffer:
+        """The rows' queries [T, H, D] as key pages want them."""
+        if self.matrix_k is None:
+            return q
+        rows, heads, d = q.shape
+        out = backend.buffer(rows, heads, self.d_k)
+        backend.emit(
+            "turn", rows, q, heads * d * 4, heads, d, self.matrix_k, self.d_k, out,
+            heads * self.d_k * 4,
+        )  # fmt: skip
+        return out
+
+
 class CpuAttention:
     """Emits a batch's attention into the backend's program."""
 
@@ -47,6 +71,7 @@ class CpuAttention:
         self._launches: list[_RowLaunch] = []
         self._scratch: dict[int, Memory] = {}
         self._partial: dict[tuple[int, int], tuple[Memory, Memory]] = {}
+        self._maps = [PageMaps(*layer) for layer in zip(step.shapes, step.formats, strict=True)]
         self._rows = [np.asarray(r.rows, np.int32) for r in step.rounds]
         self._arena: Arena = backend.arena
 
@@ -100,6 +125,7 @@ class CpuAttention:
         shape, formats = self.step.shapes[layer], self.step.formats[layer]
         out = self._backend.buffer(q.shape[0], shape.n_head * shape.d_v)
         few = q.shape[0] < 8 or self._backend.deterministic
+        q_pages = self._maps[layer].key_query(self._backend, q)
         for number, round_ in enumerate(self.step.rounds):
             rows = self._rows[number]
             self._backend.emit(
@@ -109,10 +135,10 @@ class CpuAttention:
             )  # fmt: skip
             if few:
                 for first in range(0, len(rows), ROWS_AT_ONCE):
-                    self._attend_rows(layer, rows[first : first + ROWS_AT_ONCE], q, out)
+                    self._attend_rows(layer, rows[first : first + ROWS_AT_ONCE], q, q_pages, out)
             else:
                 for segment in round_.segments:
-                    self._attend_prompt(layer, segment.first, segment.count, q, out)
+                    self._attend_prompt(layer, segment.first, segment.count, q, q_pages, out)
             if round_.moves:
                 self._encode(layer, round_.moves[layer])
         return out
@@ -137,10 +163,13 @@ class CpuAttention:
             self._scratch[n_bytes] = self._arena.take(n_bytes * self._backend.threads)
         return self._scratch[n_bytes]
 
-    def _attend_rows(self, layer: int, rows: Any, q: Buffer, out: Buffer) -> None:
+    def _attend_rows(self, layer: int, rows: Any, q: Buffer, q_pages: Buffer, out: Buffer) -> None:
         backend, shape = self._backend, self.step.shapes[layer]
         key, group = cache_key(self.step.formats[layer]), shape.n_head // shape.n_kv
-        width, room = (shape.d_v + 31) // 32 * 32, self.capacity(self.step)
+        maps, room = self._maps[layer], self.capacity(self.step)
+        width = (shape.d_v + 31) // 32 * 32
+        if maps.matrix_v is not None:
+            width += (maps.d_v + 31) // 32 * 32
         places = min(len(rows), ROWS_AT_ONCE) * shape.n_head * room
         if (places, width) not in self._partial:
             memory = self._arena.take(places * width * 4), self._arena.take(places * 8)
@@ -154,22 +183,26 @@ class CpuAttention:
                 f"attend_{key}_g{heads}", tasks * self._chunks, self.step.records[layer], rows,
                 len(rows), q, shape.n_head * shape.d_k * 4, shape.d_k, shape.d_v, shape.n_kv, group,
                 first, count, self._chunks, partial, stats, self._scratch_for(scratch).address,
-                scratch,
+                scratch, q_pages, shape.n_head * maps.d_k * 4, maps.d_k, maps.d_v,
+                maps.matrix_v is not None, maps.extra_k, 4, maps.extra_v, 4,
             )  # fmt: skip
             lines.append((len(backend.program) - 1, ctx, tasks))
         combine = backend.emit(
-            "combine", len(rows), rows, shape.n_head, shape.d_v, self._chunks, partial, stats,
-            out, shape.n_head * shape.d_v * 4,
+            "combine", len(rows) * shape.n_head, rows, shape.n_head, shape.d_v, self._chunks,
+            partial, stats, out, shape.n_head * shape.d_v * 4, maps.d_v,
+            0 if maps.matrix_v is None else maps.matrix_v,
         )  # fmt: skip
         self._launches.append(_RowLaunch(lines, combine))
 
-    def _attend_prompt(self, layer: int, first: int, count: int, q: Buffer, out: Buffer) -> None:
+    def _attend_prompt(
+        self, layer: int, first: int, count: int, q: Buffer, q_pages: Buffer, out: Buffer
+    ) -> None:
         from pykv.kernels.prompt_numba import scratch_bytes
 
-        shape = self.step.shapes[layer]
+        shape, maps = self.step.shapes[layer], self._maps[layer]
         group = shape.n_head // shape.n_kv
         per_block = max(1, LINES_AT_ONCE // group)
-        scratch = scratch_bytes(per_block, group, shape.d_k, shape.d_v)
+        scratch = scratch_bytes(per_block, group, shape.d_k, shape.d_v, maps.d_k, maps.d_v)
         context = int(self.step.positions[first + count - 1]) + 1
         flops = 2 * context * shape.n_head * (shape.d_k + shape.d_v)
         at_once = max(per_block, int(LAUNCH_FLOPS / flops) // per_block * per_block)
@@ -181,19 +214,25 @@ class CpuAttention:
                 q.address + start * shape.n_head * shape.d_k * 4, shape.n_head * shape.d_k * 4,
                 shape.d_k, shape.d_v, shape.n_kv, group, per_block, shape.window,
                 out.address + start * shape.n_head * shape.d_v * 4, shape.n_head * shape.d_v * 4,
-                self._scratch_for(scratch).address, scratch, cost=int(queries * flops / 32),
+                self._scratch_for(scratch).address, scratch,
+                q_pages.address + start * shape.n_head * maps.d_k * 4, shape.n_head * maps.d_k * 4,
+                maps.d_k, maps.d_v, 0 if maps.matrix_v is None else maps.matrix_v,
+                maps.extra_k, 4, maps.extra_v, 4, cost=int(queries * flops / 32),
             )  # fmt: skip
 
     def _encode(self, layer: int, moves: tuple[I64, I64]) -> None:
-        shape, formats = self.step.shapes[layer], self.step.formats[layer]
+        shape, formats, maps = self.step.shapes[layer], self.step.formats[layer], self._maps[layer]
         sides = (
-            (f"encode_k_{formats.tail_k}_{formats.page_k}", shape.d_k),
-            (f"encode_v_{formats.tail_v}_{formats.page_v}", shape.d_v),
-        )
-        for (kernel, d), side_moves in zip(sides, moves, strict=True):
+            (f"encode_k_{formats.tail_k}_{formats.page_k}", shape.d_k, maps.matrix_k, maps.d_k,
+             maps.extra_k),
+            (f"encode_v_{formats.tail_v}_{formats.page_v}", shape.d_v, maps.matrix_v, maps.d_v,
+             maps.extra_v),
+        )  # fmt: skip
+        for (kernel, d, matrix, r, extra), side_moves in zip(sides, moves, strict=True):
             if len(side_moves):
-                scratch = (d + 31) // 32 * 32 * PAGE * 4
+                scratch = ((d + 31) // 32 + (r + 31) // 32) * 32 * PAGE * 4
                 self._backend.emit(
                     kernel, len(side_moves), side_moves, d,
                     self._scratch_for(scratch).address, scratch,
+                    0 if matrix is None else matrix, r, shape.n_kv, extra, 4,
                 )  # fmt: skip

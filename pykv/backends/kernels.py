@@ -209,15 +209,28 @@ class Kernels:
             write_key=tail_k.write_key, write_value=tail_v.write_value,
             LIMIT_K=tail_k.LIMIT, LIMIT_V=tail_v.LIMIT,
         )  # fmt: skip
-        if formats.page_k != formats.tail_k:
-            self._add(f"encode_k_{formats.tail_k}_{formats.page_k}", cache_numba.encode_page,
-                      read_tail=tail_k.read_keys, encode=page_k.encode_keys)  # fmt: skip
-        if formats.page_v != formats.tail_v:
-            self._add(f"encode_v_{formats.tail_v}_{formats.page_v}", cache_numba.encode_page,
-                      read_tail=tail_v.read_values, encode=page_v.encode_values)  # fmt: skip
+        self._load_encoders(formats, modules)
         line = f"attention: attend_{key}, prompt_{key}"
         if line not in self.cache_plan:
             self.cache_plan.append(line)
+
+    def _load_encoders(self, formats: CacheFormats, modules: dict[str, ModuleType]) -> None:
+        from pykv.kernels import cache_numba, turn_numba
+
+        sides = (
+            ("k", "keys", formats.tail_k, formats.page_k, formats.exact_k),
+            ("v", "values", formats.tail_v, formats.page_v, formats.exact_v),
+        )
+        for side, what, tail, page, exact in sides:
+            if not exact:
+                self._add(
+                    f"encode_{side}_{tail}_{page}", cache_numba.encode_page,
+                    read_tail=getattr(modules[tail], f"read_{what}"),
+                    encode=getattr(modules[page], f"encode_{what}"),
+                    turn_page=getattr(turn_numba, f"turn_{what}"),
+                )  # fmt: skip
+        if (formats.transform_k, formats.transform_v) != ("none", "none"):
+            self._add("turn", turn_numba.turn)
 
     def _grouped(self, module: ModuleType, what: str, heads: int) -> Any:
         template = getattr(module, what)

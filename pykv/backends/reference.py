@@ -25,6 +25,7 @@ from pykv.backends.base import (
     WeightSource,
 )
 from pykv.backends.plan import decode
+from pykv.backends.transforms import matrix
 from pykv.errors import NumericsError
 
 
@@ -184,9 +185,10 @@ class ReferenceBackend(Backend):
 
     def _read(self, step: Step, layer: int, row: int, side: int, head: int, n: int) -> F32:
         """Keys or values of tokens 0 to n - 1 of a row's sequence; freed pages read as NaN."""
-        shape = step.shapes[layer]
+        shape, names = step.shapes[layer], step.formats[layer]
         d, sinks = (shape.d_k, shape.d_v)[side], int(step.records[layer, row, 3])
-        lowest = int(step.records[layer, row, 6])
+        lowest, encoded = int(step.records[layer, row, 6]), int(step.records[layer, row, 4])
+        mapped = matrix((names.transform_k, names.transform_v)[side], d)
         find = self._pages(step, layer, row, side)
         cells = np.full((n, d), np.nan, np.float32)
         for entry in range(0 if sinks else 1, 2 + max(n - 1 - sinks, -1) // PAGE):
@@ -195,7 +197,11 @@ class ReferenceBackend(Backend):
             if stop > max(lowest, start):
                 format_, page, slots = find(head, entry)
                 decode_page = (format_.decode_keys, format_.decode_values)[side]
-                cells[start:stop] = decode_page(page, d, slots)[: stop - start]
+                stored = decode_page(page, d, slots)[: stop - start]
+                # a map is orthogonal: going back here is what a mapped query amounts to
+                if mapped is not None and 0 < entry <= encoded:
+                    stored = stored @ mapped.T
+                cells[start:stop] = stored
         return cells
 
     def _attend(self, step: Step, layer: int, segment: Segment, q: F32, out: F32) -> None:
@@ -222,19 +228,24 @@ class ReferenceBackend(Backend):
     def _encode(self, step: Step, layer: int, moves: tuple[I64, I64]) -> None:
         shape, names = step.shapes[layer], step.formats[layer]
         sides = (
-            (shape.d_k, names.tail_k, names.page_k, "key"),
-            (shape.d_v, names.tail_v, names.page_v, "value"),
+            (shape.d_k, names.tail_k, names.page_k, names.transform_k, "key"),
+            (shape.d_v, names.tail_v, names.page_v, names.transform_v, "value"),
         )
-        for (d, tail_name, page_name, side), side_moves in zip(sides, moves, strict=True):
+        for (d, tail_name, page_name, transform, side), side_moves in zip(
+            sides, moves, strict=True
+        ):
+            mapped = matrix(transform, d)
             tail, page = _format(tail_name), _format(page_name)
             for entry_address, new in side_moves:
                 entry = table_at(int(entry_address), 1, 1)
                 old = page_at(int(entry[0, 0]), tail.page_bytes(d, side, PAGE))
                 fresh = page_at(int(new), page.page_bytes(d, side, PAGE))
-                if side == "key":
-                    fresh[:] = page.encode_keys(tail.decode_keys(old, d, PAGE))
-                else:
-                    fresh[:] = page.encode_values(tail.decode_values(old, d, PAGE))
+                decode_page, encode = (
+                    (tail.decode_keys, page.encode_keys) if side == "key"
+                    else (tail.decode_values, page.encode_values)
+                )  # fmt: skip
+                cells = decode_page(old, d, PAGE)
+                fresh[:] = encode(cells if mapped is None else cells @ mapped)
                 entry[0, 0] = new
 
     def close(self) -> None:  # noqa: D102

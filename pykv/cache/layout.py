@@ -2,34 +2,122 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from pykv import registry
+from pykv.backends import transforms
 from pykv.backends.base import PAGE, CacheFormats, LayerShape
 from pykv.config import CacheConfig
 from pykv.errors import ConfigError
 
 TAIL_TYPES = ("f16", "bf16", "f32")
 SIDES = ("key", "value")
+_OVERRIDE = re.compile(r"(\d+)(?:-(\d+))?=(?:k:(\w+))?(,?)(?:v:(\w+))?")
 
 
-def formats_of(config: CacheConfig) -> CacheFormats:
-    """The formats of a layer's pages and tails.
+@dataclass(frozen=True)
+class LayerLayout:
+    """A layer's formats, and how many of its newest tokens stay exact."""
 
-    Raises ConfigError: a cache type or a tail type that is none.
-    """
-    tails = []
+    formats: CacheFormats
+    residual: int
+
+
+def cache_types() -> list[str]:
+    """Every name that --cache-type-k and -v take."""
+    return [n for n in registry.names("formats") if _is_cache_type(n)]
+
+
+def check(config: CacheConfig) -> None:
+    """Raise ConfigError for what is wrong whatever the model: types, transforms, overrides."""
     for name in (config.type_k, config.type_v):
-        if not _is_cache_type(name):
-            known = [n for n in registry.names("formats") if _is_cache_type(n)]
-            raise ConfigError(f"unknown cache type '{name}': it is one of {', '.join(known)}")
-        if config.tail_type is not None and config.tail_type not in TAIL_TYPES:
+        _format(name)
+    if config.tail_type is not None and config.tail_type not in TAIL_TYPES:
+        raise ConfigError(
+            f"kv tail type '{config.tail_type}' is unknown; it is one of {', '.join(TAIL_TYPES)}"
+        )
+    for transform, flag in _flags(config):
+        transforms.check(transform, flag)
+    _overrides(config)
+
+
+def layouts_of(config: CacheConfig, shapes: Sequence[LayerShape]) -> list[LayerLayout]:
+    """Each layer's formats.  Raises ConfigError: as `check`, or what the model's shape forbids."""
+    check(config)
+    types = [(config.type_k, config.type_v)] * len(shapes)
+    for first, last, type_k, type_v, part in _overrides(config):
+        if last >= len(shapes):
             raise ConfigError(
-                f"kv tail type '{config.tail_type}' is unknown; "
-                f"it is one of {', '.join(TAIL_TYPES)}"
+                f"cache type override '{part}': the model has layers 0 to {len(shapes) - 1}"
             )
+        for layer in range(first, last + 1):
+            old_k, old_v = types[layer]
+            types[layer] = (type_k or old_k, type_v or old_v)
+    # one object for equal layers: kernels and pages are grouped by it
+    made: dict[Any, LayerLayout] = {}
+    return [
+        made.setdefault((*pair, shape.d_k, shape.d_v), _layout(config, pair, shape))
+        for pair, shape in zip(types, shapes, strict=True)
+    ]
+
+
+def _layout(config: CacheConfig, types: tuple[str, str], shape: LayerShape) -> LayerLayout:
+    tails, maps = [], []
+    for name, (transform, flag), d in zip(
+        types, _flags(config), (shape.d_k, shape.d_v), strict=True
+    ):
         tails.append(config.tail_type or (name if name in ("f32", "bf16") else "f16"))
-    return CacheFormats(config.type_k, config.type_v, *tails)
+        maps.append(_transform(name, transform, d, flag))
+    residuals: list[int] = [_format(name).residual for name in types]
+    return LayerLayout(
+        CacheFormats(*types, *tails, *maps),
+        max(residuals) if config.residual is None else config.residual,
+    )
+
+
+def _transform(name: str, transform: str, d: int, flag: str) -> str:
+    preferred: str = _format(name).transform
+    if preferred == "random" and transform not in ("auto", "random"):
+        raise ConfigError(
+            f"cache type {name} has a random rotation of its own: leave {flag} at auto, "
+            f"not {transform}"
+        )
+    return transforms.resolve(transform, preferred, d, flag)
+
+
+def _flags(config: CacheConfig) -> tuple[tuple[str, str], tuple[str, str]]:
+    return (config.transform_k, "--kv-transform-k"), (config.transform_v, "--kv-transform-v")
+
+
+def _overrides(config: CacheConfig) -> list[tuple[int, int, str | None, str | None, str]]:
+    """First layer, last layer, key type, value type, and the words themselves."""
+    found = []
+    for part in (config.override or "").split(";") if config.override else []:
+        match = _OVERRIDE.fullmatch(part.strip())
+        if not match or not (match[3] or match[5]) or bool(match[4]) != bool(match[3] and match[5]):
+            raise ConfigError(
+                f"cache type override '{part.strip()}' is not understood: write it as "
+                "0-1=k:q8_0,v:q8_0 or 5=v:f16, several with ; between them"
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ConfigError(f"cache type override '{part.strip()}': {first} comes after {last}")
+        for name in (match[3], match[5]):
+            if name is not None:
+                _format(name, f"cache type override '{part.strip()}': ")
+        found.append((first, last, match[3], match[5], part.strip()))
+    return found
+
+
+def _format(name: str, where: str = "") -> Any:
+    if not _is_cache_type(name):
+        raise ConfigError(
+            f"{where}unknown cache type '{name}': it is one of {', '.join(cache_types())}"
+        )
+    return registry.find("formats", name, "cache type").FORMAT
 
 
 def _is_cache_type(name: str) -> bool:
@@ -38,35 +126,14 @@ def _is_cache_type(name: str) -> bool:
     )
 
 
-def residual_of(config: CacheConfig) -> int:
-    """Newest tokens that stay exact: the flag, or the larger of the two formats' defaults."""
-    if config.residual is not None:
-        return config.residual
-    residuals: list[int] = [
-        registry.find("formats", name, "cache type").FORMAT.residual
-        for name in (config.type_k, config.type_v)
-    ]
-    return max(residuals)
-
-
-def page_sizes(
-    shapes: Sequence[LayerShape], formats: CacheFormats, sinks: int
-) -> dict[tuple[str, int], list[tuple[int, list[int]]]]:
-    """(kind of page, side) -> page bytes, and the layers whose pages have them.
-
-    Kinds are "page", "tail" and "sinks"; sides 0 for keys, 1 for values.
-    """
-    sizes: dict[tuple[str, int], list[tuple[int, list[int]]]] = {}
-    page, tail = (formats.page_k, formats.page_v), (formats.tail_k, formats.tail_v)
-    slots = {"page": PAGE, "tail": PAGE, "sinks": (sinks + 15) // 16 * 16}
-    for kind, pair in (("page", page), ("tail", tail), ("sinks", tail)):
-        for side in (0, 1):
-            format_ = registry.find("formats", pair[side], "cache type").FORMAT
-            by_size: dict[int, list[int]] = {}
-            for layer, shape in enumerate(shapes):
-                if slots[kind]:
-                    d = (shape.d_k, shape.d_v)[side]
-                    n_bytes = format_.page_bytes(d, SIDES[side], slots[kind])
-                    by_size.setdefault(n_bytes, []).append(layer)
-            sizes[kind, side] = list(by_size.items())
-    return sizes
+def page_bytes(shape: LayerShape, formats: CacheFormats, side: int, kind: str, sinks: int) -> int:
+    """Bytes of a layer's page: side 0 keys, 1 values; kind page, tail or sinks; 0: it has none."""
+    slots = (sinks + 15) // 16 * 16 if kind == "sinks" else PAGE
+    if slots == 0:
+        return 0
+    name = (formats.page_k, formats.page_v)[side]
+    if kind != "page":
+        name = (formats.tail_k, formats.tail_v)[side]
+    format_ = registry.find("formats", name, "cache type").FORMAT
+    n_bytes: int = format_.page_bytes((shape.d_k, shape.d_v)[side], SIDES[side], slots)
+    return n_bytes

@@ -88,7 +88,7 @@ class Held:
 
     tables: I64
     tokens: int = 0
-    encoded: int = 0  # pages
+    encoded: list[int] = field(default_factory=list)  # per band of layers: pages
     first: list[int] = field(default_factory=list)  # per layer: the first table entry still held
 
 
@@ -103,4 +103,4 @@ class Undo:
     taken: list[tuple[PagePool, I64]]
     replaced: list[tuple[PagePool, I64]]  # held until the batch counts
     tokens: int
-    encoded: int
+    encoded: list[int]

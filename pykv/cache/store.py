@@ -3,7 +3,8 @@
 A head's cache is, in token order: the sinks (the first S tokens) in a short page, encoded pages,
 and the tail, whose newest page may be partly filled. Table entry 0 is the sinks page, entry 1 + i
 holds tokens S + 64 i onwards. New tokens go to the tail; while it holds residual + 64 tokens or
-more, its oldest 64 are encoded.
+more, its oldest 64 are encoded. Layers of equal formats are a band: their pages have the same sizes
+and are encoded at the same tokens.
 
 A batch is one transaction: `begin` allocates whatever it will need and tells the backend where
 things lie, `commit` makes it count, `abort` leaves the store as it was.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,10 +28,23 @@ from pykv.backends.base import (
     Segment,
     Step,
 )
-from pykv.cache.layout import formats_of, page_sizes, residual_of
+from pykv.cache.layout import LayerLayout, layouts_of, page_bytes
 from pykv.cache.pages import SLAB_BYTES, Held, PagePool, Undo
 from pykv.config import CacheConfig
 from pykv.errors import CacheFullError
+
+
+@dataclass(frozen=True)
+class _Band:
+    """Layers of one layout, and their pages' sizes by kind (sinks, page, tail) and side."""
+
+    layout: LayerLayout
+    layers: list[int]
+    sizes: dict[tuple[str, int], int]
+
+    @property
+    def exact(self) -> bool:
+        return self.layout.formats.exact
 
 
 class Store:
@@ -46,10 +61,17 @@ class Store:
         fill: int | None = None,
     ) -> None:
         self.shapes, self.config, self.n_ctx = list(shapes), config, n_ctx
-        self.formats = formats_of(config)
-        self._layer_formats = [self.formats] * len(self.shapes)
-        self.residual = residual_of(config)
         self.sinks = config.sinks
+        layouts = layouts_of(config, self.shapes)
+        self.formats = [layout.formats for layout in layouts]
+        self._bands = [
+            self._band(layout, [i for i, other in enumerate(layouts) if other is layout])
+            for layout in dict.fromkeys(layouts)
+        ]
+        self._band_of = np.array([
+            next(n for n, band in enumerate(self._bands) if i in band.layers)
+            for i in range(len(self.shapes))
+        ])  # fmt: skip
         self._fill = fill
         self._pools: dict[int, PagePool] = {}
         self._sequences: dict[int, Held] = {}
@@ -59,7 +81,15 @@ class Store:
         self._uniform = all(s.n_kv == self._heads for s in shapes)
         # tokens that a query sees in each layer, [layers, 1]
         self._reach = np.array([[s.window or n_ctx] for s in shapes], np.int64)
-        self._sizes = page_sizes(self.shapes, self.formats, self.sinks)
+
+    def _band(self, layout: LayerLayout, layers: list[int]) -> _Band:
+        sizes = {}
+        for kind in ("sinks", "page", "tail"):
+            for side in (0, 1):
+                n_bytes = page_bytes(self.shapes[layers[0]], layout.formats, side, kind, self.sinks)
+                if n_bytes:
+                    sizes[kind, side] = n_bytes
+        return _Band(layout, layers, sizes)
 
     def _pool(self, page_bytes: int) -> PagePool:
         if page_bytes not in self._pools:
@@ -71,7 +101,7 @@ class Store:
     def new_sequence(self) -> int:
         """An empty sequence's number."""
         tables = np.zeros((2, len(self.shapes), self._heads, 16), np.int64)
-        return self._add(Held(tables, first=[0] * len(self.shapes)))
+        return self._add(Held(tables, 0, [0] * len(self._bands), [0] * len(self.shapes)))
 
     def _add(self, sequence: Held) -> int:
         self._next += 1
@@ -87,7 +117,7 @@ class Store:
         old = self._sequences[sequence]
         for pool, addresses in self._pages_of(old):
             pool.hold(addresses)
-        return self._add(Held(old.tables.copy(), old.tokens, old.encoded, list(old.first)))
+        return self._add(Held(old.tables.copy(), old.tokens, list(old.encoded), list(old.first)))
 
     def free(self, sequence: int) -> None:
         """Give back a sequence's pages."""
@@ -95,10 +125,11 @@ class Store:
         for pool, addresses in self._pages_of(old):
             pool.drop(addresses)
 
-    def _kind(self, sequence: Held, entry: int) -> str:
+    @staticmethod
+    def _kind(sequence: Held, band: int, entry: int) -> str:
         if entry == 0:
             return "sinks"
-        return "page" if entry <= sequence.encoded else "tail"
+        return "page" if entry <= sequence.encoded[band] else "tail"
 
     def _entries(self, tokens: int) -> int:
         """Table entries in use for that many tokens, the sinks' included."""
@@ -108,16 +139,17 @@ class Store:
         """All pages from table entry `low` on, by pool; entries that hold none are 0."""
         held = []
         high = self._entries(sequence.tokens)
-        bounds = {
-            "sinks": (low, min(1, high)),
-            "page": (max(low, 1), min(sequence.encoded + 1, high)),
-            "tail": (max(low, sequence.encoded + 1), high),
-        }
-        for (kind, side), sizes in self._sizes.items():
-            start, stop = bounds[kind]
-            if start < stop:
-                for n_bytes, layers in sizes:
-                    held.append((self._pool(n_bytes), sequence.tables[side, layers, :, start:stop]))
+        for band, encoded in zip(self._bands, sequence.encoded, strict=True):
+            bounds = {
+                "sinks": (low, min(1, high)),
+                "page": (max(low, 1), min(encoded + 1, high)),
+                "tail": (max(low, encoded + 1), high),
+            }
+            for (kind, side), n_bytes in band.sizes.items():
+                start, stop = bounds[kind]
+                if start < stop:
+                    addresses = sequence.tables[side, band.layers, :, start:stop]
+                    held.append((self._pool(n_bytes), addresses))
         return held
 
     def truncate(self, sequence: int, n: int) -> int:
@@ -129,7 +161,7 @@ class Store:
         n = min(n, held.tokens)
         m = self._cut_point(held, n)
         keep = self._entries(m) if m > 0 else 0
-        encoded = min(held.encoded, max(keep - 1, 0))
+        encoded = [min(n_pages, max(keep - 1, 0)) for n_pages in held.encoded]
         for pool, addresses in self._pages_of(held, keep):
             pool.drop(addresses)
         held.tables[:, :, :, keep:] = 0
@@ -141,7 +173,11 @@ class Store:
     def _cut_point(self, held: Held, n: int) -> int:
         if n >= held.tokens:
             return held.tokens
-        m = self._exact_point(held, n)
+        m, before = n, n + 1
+        while m < before:  # what one band allows may be too much for another
+            before = m
+            for band, encoded in zip(self._bands, held.encoded, strict=True):
+                m = self._exact_point(band, encoded, m)
         for layer, shape in enumerate(self.shapes):
             # a page that a window let go of would be seen again
             lowest = max(m - shape.window + 1, 0) if shape.window else 0
@@ -149,11 +185,11 @@ class Store:
                 return 0
         return m
 
-    def _exact_point(self, held: Held, n: int) -> int:
-        encoded_end = self.sinks + held.encoded * PAGE
-        if self.formats.exact or held.encoded == 0 or encoded_end + self.residual <= n:
+    def _exact_point(self, band: _Band, encoded: int, n: int) -> int:
+        residual, encoded_end = band.layout.residual, self.sinks + encoded * PAGE
+        if band.exact or encoded == 0 or encoded_end + residual <= n:
             return n
-        if self.residual == 0 and n >= self.sinks:
+        if residual == 0 and n >= self.sinks:
             return self.sinks + (n - self.sinks) // PAGE * PAGE
         return min(n, self.sinks)
 
@@ -177,7 +213,7 @@ class Store:
         total = sum(len(tokens) for _, tokens in batch)
         step = Step(
             self.shapes,
-            self._layer_formats,
+            self.formats,
             np.concatenate([tokens for _, tokens in batch]).astype(np.int32),
             np.empty(total, np.int64),
             outputs,
@@ -213,22 +249,22 @@ class Store:
         while high > held.tables.shape[3]:
             held.tables = np.concatenate([held.tables, np.zeros_like(held.tables)], axis=3)
         # the oldest tail pages may be encoded by this batch
-        low = min(low, held.encoded + 1)
+        low = min(low, *(encoded + 1 for encoded in held.encoded))
         undo = Undo(
             sequence, low, high, held.tables[:, :, :, low:high].copy(), [], [],
-            held.tokens, held.encoded,
+            held.tokens, list(held.encoded),
         )  # fmt: skip
         self._open.append(undo)
         self._own_partial_page(held, undo)
         fresh = self._entries(held.tokens) if held.tokens > 0 else 0
-        for entry in range(fresh, high):
+        for entry in range(fresh if self.sinks else max(fresh, 1), high):
             self._fill_entry(held, entry, "sinks" if entry == 0 else "tail", undo)
 
     def _fill_entry(self, held: Held, entry: int, kind: str, undo: Undo) -> None:
-        for side in (0, 1):
-            for n_bytes, layers in self._sizes[kind, side]:
-                pool, whole = self._pool(n_bytes), len(layers) == len(self.shapes)
-                for layer in [slice(None)] if self._uniform and whole else layers:
+        for band in self._bands:
+            for side in (0, 1):
+                pool, whole = self._pool(band.sizes[kind, side]), len(self._bands) == 1
+                for layer in [slice(None)] if self._uniform and whole else band.layers:
                     target = held.tables[side, layer, :, entry]
                     heads = self._heads if isinstance(layer, slice) else self.shapes[layer].n_kv
                     target = target[..., :heads]
@@ -242,10 +278,11 @@ class Store:
         start = self.sinks + (entry - 1) * PAGE if entry else 0
         if held.tokens == start or not any(p.any_shared for p in self._pools.values()):
             return
-        for side in (0, 1):
-            for n_bytes, layers in self._sizes[self._kind(held, entry), side]:
+        for number, band in enumerate(self._bands):
+            for side in (0, 1):
+                n_bytes = band.sizes[self._kind(held, number, entry), side]
                 pool = self._pool(n_bytes)
-                for layer in layers:
+                for layer in band.layers:
                     for head in range(self.shapes[layer].n_kv):
                         old = int(held.tables[side, layer, head, entry])
                         if old and pool.shared(old):
@@ -272,52 +309,60 @@ class Store:
         self._rounds(held, count, row, step)
 
     def _rounds(self, held: Held, count: int, row: int, step: Step) -> None:
-        done, number, encoded = 0, 0, held.encoded
+        done, number, encoded = 0, 0, list(held.encoded)
         undo = self._open[-1]
         while done < count:
-            # the tail is encoded when it reaches residual + 64 tokens
-            room = self.sinks + self.residual + PAGE * (encoded + 1) - (held.tokens + done)
-            take = count - done if self.formats.exact else min(count - done, room)
+            rooms = [
+                self._room(band, pages, held.tokens + done)
+                for band, pages in zip(self._bands, encoded, strict=True)
+            ]
+            take = min(count - done, *rooms)
             if number == len(step.rounds):
                 step.rounds.append(Round([]))
             round_ = step.rounds[number]
             round_.segments.append(Segment(row + done, take))
-            step.records[:, row + done : row + done + take, 4] = encoded
-            if take == room and not self.formats.exact:
-                encoded += 1
-                round_.parts.append(self._encode_entry(held, encoded, undo))
+            records = step.records[:, row + done : row + done + take, 4]
+            records[...] = np.array(encoded)[self._band_of][:, None]
+            full = [i for i, room in enumerate(rooms) if room == take]
+            if full:
+                for i in full:
+                    encoded[i] += 1
+                round_.parts.append(self._encode_entries(held, full, encoded, undo))
             done, number = done + take, number + 1
         held.tokens, held.encoded = held.tokens + count, encoded
 
-    def _encode_entry(self, held: Held, entry: int, undo: Undo) -> list[tuple[I64, I64]]:
-        """New pages for a table entry: per layer and side, where the old stand and the new go."""
-        moves: list[list[I64]] = [[], []]
-        pairs = (
-            (self.formats.page_k, self.formats.tail_k),
-            (self.formats.page_v, self.formats.tail_v),
-        )
+    def _room(self, band: _Band, encoded: int, tokens: int) -> int:
+        """Tokens after which the tail reaches residual + 64, and is encoded."""
+        if band.exact:
+            return self.n_ctx + 1
+        return self.sinks + band.layout.residual + PAGE * (encoded + 1) - tokens
+
+    def _encode_entries(
+        self, held: Held, full: list[int], encoded: list[int], undo: Undo
+    ) -> list[tuple[I64, I64]]:
+        """New pages for a table entry of each full band: per layer and side, where from and to."""
         none = np.empty((0, 2), np.int64)
-        for side, (page, tail) in enumerate(pairs):
-            moves[side] = [none] * len(self.shapes)
-            if page == tail:
-                continue
-            tail_pools = {
-                layer: self._pool(n) for n, layers in self._sizes["tail", side] for layer in layers
-            }
-            for n_bytes, layers in self._sizes["page", side]:
-                for layer in layers:
+        moves = [[none, none] for _ in self.shapes]
+        for number in full:
+            band, entry = self._bands[number], encoded[number]
+            formats = band.layout.formats
+            for side, exact in enumerate((formats.exact_k, formats.exact_v)):
+                if exact:
+                    continue
+                fresh_pool = self._pool(band.sizes["page", side])
+                tail_pool = self._pool(band.sizes["tail", side])
+                for layer in band.layers:
                     if held.first[layer] > entry:
                         continue  # a window shorter than the residual has let go of it
                     n_kv = self.shapes[layer].n_kv
-                    pool = self._pool(n_bytes)
-                    fresh = pool.take(n_kv)
-                    undo.taken.append((pool, fresh))
+                    fresh = fresh_pool.take(n_kv)
+                    undo.taken.append((fresh_pool, fresh))
                     entries = held.tables[side, layer, :n_kv, entry]
-                    undo.replaced.append((tail_pools[layer], entries.copy()))
+                    undo.replaced.append((tail_pool, entries.copy()))
                     first = entries.ctypes.data
                     places = first + np.arange(n_kv, dtype=np.int64) * entries.strides[0]
-                    moves[side][layer] = np.stack([places, fresh], axis=1)
-        return list(zip(*moves, strict=True))
+                    moves[layer][side] = np.stack([places, fresh], axis=1)
+        return [(k, v) for k, v in moves]
 
     def commit(self) -> None:
         """Make the batch count: pages that it replaced, or that no query sees any more, go."""
@@ -343,11 +388,14 @@ class Store:
             if not shape.window:
                 continue
             last = self._entry(max(held.tokens - shape.window + 1, 0))
+            number = int(self._band_of[layer])
+            band = self._bands[number]
             for entry in range(held.first[layer], last):
+                kind = self._kind(held, number, entry)
                 for side in (0, 1):
-                    for n_bytes, layers in self._sizes[self._kind(held, entry), side]:
-                        if layer in layers:
-                            self._pool(n_bytes).drop(held.tables[side, layer, :, entry])
+                    if (kind, side) in band.sizes:
+                        pool = self._pool(band.sizes[kind, side])
+                        pool.drop(held.tables[side, layer, :, entry])
                 held.tables[:, layer, :, entry] = 0
             held.first[layer] = max(held.first[layer], last)
 
@@ -378,12 +426,12 @@ class Store:
     def estimate(self, n: int) -> int:
         """Bytes that one sequence of n tokens takes, and its slabs' last pages."""
         total = 0
-        for (kind, _), sizes in self._sizes.items():
-            for n_bytes, layers in sizes:
-                for layer in layers:
+        for band in self._bands:
+            for (kind, _), n_bytes in band.sizes.items():
+                for layer in band.layers:
                     shape = self.shapes[layer]
                     kept = min(n, shape.window + PAGE) if shape.window else n
-                    tail = kept if self.formats.exact else min(kept, self.residual + PAGE)
+                    tail = kept if band.exact else min(kept, band.layout.residual + PAGE)
                     tokens = {"sinks": 1, "page": kept - tail, "tail": tail}[kind]
                     total += -(-tokens // PAGE) * n_bytes * shape.n_kv
                 total += SLAB_BYTES

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -120,6 +122,31 @@ class Screen:
                 c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)
             ]
             self.line("  ".join(padded).rstrip())
+
+    def markdown(self, columns: Sequence[tuple[str, int, bool]]) -> Callable[[list[str]], None]:
+        """The head of a Markdown table for standard output; returns what adds a row.
+
+        Columns are (title, least width, to the right?); a row's cells are text.
+        """
+        widths = [max(len(title), width) for title, width, _ in columns]
+        right = [to_the_right for _, _, to_the_right in columns]
+
+        def row(cells: list[str]) -> None:
+            padded = [
+                c.rjust(w) if r else c.ljust(w)
+                for c, w, r in zip(cells, widths, right, strict=True)
+            ]
+            self.line(f"| {' | '.join(padded)} |")
+
+        row([title for title, _, _ in columns])
+        row(["-" * (w - r) + ":" * r for w, r in zip(widths, right, strict=True)])
+        return row
+
+    def csv(self, cells: Sequence[object]) -> None:
+        """A row of comma-separated values, on standard output."""
+        out = io.StringIO()
+        csv.writer(out, lineterminator="").writerow(cells)
+        self.line(out.getvalue())
 
     def note(self, text: str) -> None:
         """A line for the person at the keyboard, unless quiet."""

@@ -16,12 +16,21 @@ import numpy as np
 
 from pykv import registry
 from pykv.backends.base import F32, I32, Backend
-from pykv.cache.layout import formats_of
+from pykv.cache import layout
 from pykv.cache.store import Store
 from pykv.config import CacheConfig, LoadConfig, SamplingConfig
 from pykv.engine import hub, memory
 from pykv.engine.chat import Chat
-from pykv.engine.perplexity import Perplexity, Progress, measure
+from pykv.engine.divergence import Divergence
+from pykv.engine.logits_file import LogitsReader, LogitsWriter
+from pykv.engine.perplexity import (
+    DivergenceProgress,
+    Perplexity,
+    Progress,
+    compare,
+    compare_with_file,
+    measure,
+)
 from pykv.engine.sampler import Sampler
 from pykv.engine.session import Generation, Session
 from pykv.errors import CacheFullError, ConfigError, TemplateError
@@ -33,7 +42,7 @@ log = logging.getLogger("pykv")
 DEVICES = ("cpu", "reference")
 LoadProgress = Callable[[str, int, int], None]
 
-__all__ = ["Chat", "Generation", "Model", "Perplexity", "load", "load_tokenizer"]
+__all__ = ["Chat", "Divergence", "Generation", "Model", "Perplexity", "load", "load_tokenizer"]
 
 
 def load(
@@ -108,7 +117,7 @@ class Model:
         started = time.perf_counter()
         self.path, self.config, self.load_config = path, cache, load
         self._sampling = sampling
-        formats_of(cache)  # an unknown type is said before anything is read
+        layout.check(cache)  # an unknown type is said before anything is read
         self._file: GGUFFile = open_gguf(path)
         self._dev: Backend | None = None
         self._store: Store | None = None
@@ -142,7 +151,7 @@ class Model:
                 self._file.file, self._file.nbytes, self._scratch_bytes(), self.n_ctx,
                 self.store.estimate, memory.free_bytes(),
             )  # fmt: skip
-        dev.prepare(self._graph.shapes, [self.store.formats] * len(self._graph.shapes))
+        dev.prepare(self._graph.shapes, self.store.formats)
 
     def _scratch_bytes(self) -> int:
         """About what a batch of `ubatch` tokens computes in, and the process itself."""
@@ -201,12 +210,14 @@ class Model:
         batch: Sequence[tuple[int, I32]],
         outputs: I32,
         cancelled: Callable[[], bool] | None = None,
+        store: Store | None = None,
     ) -> F32:
         """Read tokens of some sequences; logits f32 [len(outputs), V] of those rows.
 
-        All of it counts or nothing does. Raises CacheFullError, NumericsError, CancelledError.
+        All of it counts or nothing does; `store` is another cache than the model's own.
+        Raises CacheFullError, NumericsError, CancelledError.
         """
-        dev, store = self.dev, self.store
+        dev, store = self.dev, self.store if store is None else store
         try:
             step = store.begin(batch, outputs)
             step.cancelled = cancelled
@@ -312,13 +323,49 @@ class Model:
         ctx_size: int = 512,
         chunks: int | None = None,
         progress: Progress | None = None,
+        save_logits: LogitsWriter | None = None,
     ) -> Perplexity:
         """Perplexity of a text in chunks of `ctx_size` tokens, as llama-perplexity takes it.
 
-        `progress(chunks done, of, running estimate, seconds a chunk)`.
-        Raises ConfigError: the text is too short.
+        `progress(chunks done, of, running estimate, seconds a chunk)`. `save_logits` is given all
+        logits, for `divergence`.
+        Raises ConfigError: the text is too short, or the disk for its logits.
         """
-        return measure(self, text, ctx_size, chunks, progress)
+        return measure(self, text, ctx_size, chunks, progress, save_logits)
+
+    def divergence(
+        self,
+        text: str | bytes | None = None,
+        *,
+        base: LogitsReader | None = None,
+        ctx_size: int = 512,
+        chunks: int | None = None,
+        progress: DivergenceProgress | None = None,
+    ) -> Divergence:
+        """How far this cache's predictions are from those of a default f16 cache beside it.
+
+        With `base`, from a file's, whose tokens and chunks stand in the place of `text` and
+        `ctx_size`. `progress(chunks done, of, figures so far, seconds a chunk)`.
+        Raises ConfigError: the text is too short, the file is not this model's, or neither or both
+        were given; OutOfMemoryError: the second cache does not fit.
+        """
+        if base is not None and text is None:
+            return compare_with_file(self, base, chunks, progress)
+        if base is not None or text is None:
+            raise ConfigError("give either a text, or a file of logits, which has its own text")
+        beside = self._another_store(CacheConfig(), ctx_size)
+        return compare(self, beside, text, ctx_size, chunks, progress)
+
+    def _another_store(self, cache: CacheConfig, n_ctx: int) -> Store:
+        """A second cache for the same weights, its kernels ready."""
+        shapes, store = self._graph.shapes, Store(self._graph.shapes, cache, n_ctx)
+        if self.load_config.check_memory:
+            memory.check(
+                self._file.file, self._file.nbytes, self._scratch_bytes(), n_ctx,
+                lambda n: self.store.estimate(n) + store.estimate(n), memory.free_bytes(),
+            )  # fmt: skip
+        self.dev.prepare(shapes, store.formats)
+        return store
 
     # reports
 

@@ -36,6 +36,7 @@ class BlockFormat:
     axis: ClassVar[str] = "channel"  # what a block runs along
     block_len: ClassVar[int] = 32  # values
     residual: ClassVar[int] = 0  # newest tokens that stay exact in the cache, by default
+    transform: ClassVar[str] = "none"  # what `auto` maps pages by: none, hadamard or random
     layout: ClassVar[np.dtype[Any]]  # of one block; a field's shape is the one it is computed in
 
     @property

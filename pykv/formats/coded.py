@@ -48,7 +48,6 @@ class CodedFormat(BlockFormat):
     key_axis: ClassVar[Axis] = "block"
     value_axis: ClassVar[Axis] = "block"
     n_parameters: ClassVar[int] = 1  # float16 numbers of a group: a scale, and perhaps a minimum
-    transform: ClassVar[str] = "none"  # what `auto` stands for: none, hadamard, or random
 
     def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
         """f32 [..., n], a group of n values -> codes u8 [..., n], parameters f32 [..., 1].

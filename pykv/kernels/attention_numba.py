@@ -33,13 +33,16 @@ from pykv.kernels.simd_memory import (
     scalar_f32,
     scalar_i32,
     scalar_i64,
+    stack,
     store_f32,
 )
+from pykv.kernels.turn_numba import ROW_BYTES, times_transposed
 
 f = np.float32
 CHUNK = 8  # table entries
 RECORD = 128  # bytes
 MASKED = np.float32(-3e38)
+SUMS_BYTES = 2 * ROW_BYTES
 GROUP = 1
 _stub = device(lambda *args: None)
 scores_page = scores_tail = mix_page = mix_tail = one_chunk = _stub
@@ -68,10 +71,14 @@ def mask(row, start, count, low, high):
 
 
 def walk_chunk(
-    q, keys, values, first, last, sinks, encoded, position, low, d_k, d_v,
-    scratch, partial, out_stride, stats, stats_stride,
+    q, q_pages, keys, values, first, last, sinks, encoded, position, low, d_k, d_v, page_k, page_v,
+    extra_k, extra_v, scratch, partial, partial_pages, out_stride, stats, stats_stride,
 ):  # fmt: skip
-    """Table entries `first` to `last` for one row: scores, their softmax, the values' sum."""
+    """Table entries `first` to `last` for one row: scores, their softmax, the values' sum.
+
+    Pages may hold keys and values of other widths, `page_k` and `page_v`, and mapped: they meet a
+    query of their own, and where values are mapped their sum goes to a place of its own.
+    """
     stride = CHUNK * PAGE * 4
     for e in range(first, last + 1):
         at = scratch + (e - first) * PAGE * 4
@@ -79,11 +86,11 @@ def walk_chunk(
         start, count = sinks + (e - 1) * PAGE, PAGE
         if e == 0:
             start, count = 0, sinks
-            scores_tail(q, d_k * 4, page, d_k, sink_slots(sinks), at, stride)
+            scores_tail(q, d_k * 4, page, d_k, sink_slots(sinks), at, stride, 0)
         elif e <= encoded:
-            scores_page(q, d_k * 4, page, d_k, PAGE, at, stride)
+            scores_page(q_pages, page_k * 4, page, page_k, PAGE, at, stride, extra_k)
         else:
-            scores_tail(q, d_k * 4, page, d_k, PAGE, at, stride)
+            scores_tail(q, d_k * 4, page, d_k, PAGE, at, stride, 0)
         if low > start or position + 1 < start + PAGE or count < PAGE:
             for g in range(GROUP):
                 mask(at + g * stride, start, count, low, position + 1)
@@ -92,27 +99,34 @@ def walk_chunk(
         softmax(scratch + g * stride, runs, stats + g * stats_stride)
         for i in range((d_v + 31) // 32 * 2):
             store_f32(partial + g * out_stride + i * 64, splat(f(0)))
+        if partial_pages != partial:
+            for i in range((page_v + 31) // 32 * 2):
+                store_f32(partial_pages + g * out_stride + i * 64, splat(f(0)))
     e = first
     if e == 0:
         mix_tail(
             scratch, stride, values, 1, min(sinks, position + 1), sink_slots(sinks),
-            d_v, partial, out_stride,
+            d_v, partial, out_stride, 0,
         )  # fmt: skip
         e = 1
     pages = min(last, encoded) - e + 1
     if pages > 0:
         p = scratch + (e - first) * PAGE * 4
-        mix_page(p, stride, values + e * 8, pages, PAGE, PAGE, d_v, partial, out_stride)
+        mix_page(
+            p, stride, values + e * 8, pages, PAGE, PAGE, page_v, partial_pages, out_stride, extra_v
+        )
         e += pages
     if e <= last:
         p = scratch + (e - first) * PAGE * 4
         tokens = min(PAGE, position + 1 - (sinks + (last - 1) * PAGE))
         count = last - e + 1
-        mix_tail(p, stride, values + e * 8, count, tokens, PAGE, d_v, partial, out_stride)
+        mix_tail(p, stride, values + e * 8, count, tokens, PAGE, d_v, partial, out_stride, 0)
 
 
 # ctx: records, rows (address of int32 record numbers), n_rows, q, q_stride, d_k, d_v, n_kv, group,
-# first head of the tile, tiles per KV head, chunks, partial, stats, scratch, scratch per worker
+# first head of the tile, tiles per KV head, chunks, partial, stats, scratch, scratch per worker,
+# q for pages, its stride, d_k and d_v of pages, whether the values of pages are mapped, and of the
+# formats' extra float32 for keys and values address and bytes per KV head
 def attend_rows(ctx, task, worker):
     """One chunk of the cache for one row and GROUP query heads: partial sums, maximum, total."""
     chunks, tiles, n_kv = scalar_i64(ctx + 88), scalar_i64(ctx + 80), scalar_i64(ctx + 56)
@@ -130,13 +144,17 @@ def attend_rows(ctx, task, worker):
     head = h * group + scalar_i64(ctx + 72) + tile * GROUP
     width = (d_v + 31) // 32 * 32
     place = (i * n_kv * group + head) * chunks + c
-    partial = scalar_i64(ctx + 96) + place * width * 4
+    page_k, page_v = scalar_i64(ctx + 144), scalar_i64(ctx + 152)
+    size = width
+    if scalar_i64(ctx + 160) != 0:
+        size += (page_v + 31) // 32 * 32
+    partial = scalar_i64(ctx + 96) + place * size * 4
     stats = scalar_i64(ctx + 104) + place * 8
     first = max(entry_of(low, sinks), c * CHUNK)
     last = min(entry_of(position, sinks), c * CHUNK + CHUNK - 1)
     if sinks == 0:
         first = max(first, 1)
-    out_stride = chunks * width * 4
+    out_stride = chunks * size * 4
     for g in range(GROUP):
         put_f32(stats + g * chunks * 8, MASKED)
         put_f32(stats + g * chunks * 8 + 4, f(0))
@@ -146,9 +164,14 @@ def attend_rows(ctx, task, worker):
         tables = h * scalar_i64(record + 16) * 8
         keys, values = scalar_i64(record) + tables, scalar_i64(record + 8) + tables
         encoded = scalar_i64(record + 32)
+        q_pages = scalar_i64(ctx + 128) + number * scalar_i64(ctx + 136) + head * page_k * 4
+        extra_k = scalar_i64(ctx + 168) + h * scalar_i64(ctx + 176)
+        extra_v = scalar_i64(ctx + 184) + h * scalar_i64(ctx + 192)
+        partial_pages = partial + width * 4 if size > width else partial
         one_chunk(
-            q, keys, values, first, last, sinks, encoded, position, low, d_k, d_v,
-            scratch, partial, out_stride, stats, chunks * 8,
+            q, q_pages, keys, values, first, last, sinks, encoded, position, low, d_k, d_v,
+            page_k, page_v, extra_k, extra_v, scratch, partial, partial_pages, out_stride,
+            stats, chunks * 8,
         )  # fmt: skip
 
 
@@ -168,29 +191,39 @@ def softmax(row, runs, stats):
     put_f32(stats + 4, reduce_add(total))
 
 
-# ctx: rows, heads, d_v, chunks, partial, stats, out, out_stride
+# ctx: rows, heads, d_v, chunks, partial, stats, out, out_stride, d_v of pages, their matrix or 0
 def combine(ctx, task, worker):
     """out[row, head] = the chunks' sums, weighted by their share of the softmax."""
     heads, d_v, chunks = scalar_i64(ctx + 8), scalar_i64(ctx + 16), scalar_i64(ctx + 24)
-    number = scalar_i32(scalar_i64(ctx) + task * 4)
-    width = (d_v + 31) // 32 * 32
-    for head in range(heads):
-        place = (task * heads + head) * chunks
-        partial = scalar_i64(ctx + 32) + place * width * 4
-        stats = scalar_i64(ctx + 40) + place * 8
-        out = scalar_i64(ctx + 48) + number * scalar_i64(ctx + 56) + head * d_v * 4
-        m = MASKED
-        for c in range(chunks):
-            m = max(m, scalar_f32(stats + c * 8))
-        total = f(0)
-        for c in range(chunks):
-            total += scalar_f32(stats + c * 8 + 4) * np.exp(scalar_f32(stats + c * 8) - m)
+    row, head = task // heads, task % heads
+    number = scalar_i32(scalar_i64(ctx) + row * 4)
+    matrix, width = scalar_i64(ctx + 72), (d_v + 31) // 32 * 32
+    page_v, size = scalar_i64(ctx + 64), width
+    if matrix != 0:
+        size += (page_v + 31) // 32 * 32
+    place = (row * heads + head) * chunks
+    partial = scalar_i64(ctx + 32) + place * size * 4
+    stats = scalar_i64(ctx + 40) + place * 8
+    out = scalar_i64(ctx + 48) + number * scalar_i64(ctx + 56) + head * d_v * 4
+    m = MASKED
+    for c in range(chunks):
+        m = max(m, scalar_f32(stats + c * 8))
+    total = f(0)
+    for c in range(chunks):
+        total += scalar_f32(stats + c * 8 + 4) * np.exp(scalar_f32(stats + c * 8) - m)
+    sums, mapped = stack(SUMS_BYTES), stack(ROW_BYTES)
+    for i in range(0, size, 16):
+        store_f32(sums + i * 4, splat(f(0)))
+    for c in range(chunks):
+        w = splat(np.exp(scalar_f32(stats + c * 8) - m) / total)
+        # a chunk outside the window has a total of 0, and sums that were never written
+        if scalar_f32(stats + c * 8 + 4) > 0:
+            for i in range(0, size * 4, 64):
+                more = load_f32(partial + c * size * 4 + i)
+                store_f32(sums + i, load_f32(sums + i) + w * more)
+    if matrix != 0:
+        times_transposed(sums + width * 4, d_v, matrix, page_v, mapped)
         for i in range(d_v):
-            put_f32(out + i * 4, f(0))
-        for c in range(chunks):
-            w = np.exp(scalar_f32(stats + c * 8) - m) / total
-            # a chunk outside the window has a total of 0, and sums that were never written
-            if scalar_f32(stats + c * 8 + 4) > 0:
-                for i in range(d_v):
-                    at = out + i * 4
-                    put_f32(at, scalar_f32(at) + w * scalar_f32(partial + c * width * 4 + i * 4))
+            put_f32(sums + i * 4, scalar_f32(sums + i * 4) + scalar_f32(mapped + i * 4))
+    for i in range(d_v):
+        put_f32(out + i * 4, scalar_f32(sums + i * 4))

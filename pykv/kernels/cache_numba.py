@@ -1,7 +1,8 @@
 """Keys and values on their way into the pages: the tail's new tokens, and full tails encoded.
 
 Templates. `write_*` are the tail types' functions and LIMIT_* their largest values; `read_*_tail`,
-`encode_*` are those of one side's tail and page formats. Records are those of attention_numba.py.
+`encode_*` are those of one side's tail and page formats, `turn_page` maps one side's pages. Records
+are those of attention_numba.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ f = np.float32
 LIMIT_K = LIMIT_V = np.float32(1)
 INFINITE = np.float32(3.4028234663852886e38)
 _stub = device(lambda *args: None)
-write_key = write_value = read_tail = encode = _stub
+write_key = write_value = read_tail = encode = turn_page = _stub
 
 
 @device
@@ -69,14 +70,20 @@ def write(ctx, task, worker):
         write_value(v, scalar_i64(scalar_i64(record + 8) + at), d_v, slots, slot)
 
 
-# ctx: moves (int64 [n][2]: address of the table entry, address of the new page), d, scratch,
-# scratch per worker
+# ctx: moves (int64 [n][2]: address of the table entry, address of the new page; KV heads in turn),
+# d, scratch, scratch per worker, matrix or 0, d of the new page, KV heads, and of the format's
+# extra float32 address and bytes per KV head
 def encode_page(ctx, task, worker):
     """Encode one full tail page into its new page, and put that in its table."""
     move = scalar_i64(ctx) + task * 16
     entry, page = scalar_i64(move), scalar_i64(move + 8)
-    d = scalar_i64(ctx + 8)
+    d, matrix, r = scalar_i64(ctx + 8), scalar_i64(ctx + 32), scalar_i64(ctx + 40)
+    extra = scalar_i64(ctx + 56) + task % scalar_i64(ctx + 48) * scalar_i64(ctx + 64)
     scratch = scalar_i64(ctx + 16) + worker * scalar_i64(ctx + 24)
-    read_tail(scalar_i64(entry), d, PAGE, scratch)
-    encode(scratch, d, page)
+    read_tail(scalar_i64(entry), d, PAGE, scratch, 0)
+    if matrix != 0:
+        mapped = scratch + (d + 31) // 32 * 32 * PAGE * 4
+        turn_page(scratch, d, matrix, r, mapped)
+        scratch = mapped
+    encode(scratch, r, page, extra)
     put_i64(entry, page)

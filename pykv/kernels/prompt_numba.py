@@ -38,8 +38,10 @@ from pykv.kernels.simd_memory import (
     put_f32,
     scalar_f32,
     scalar_i64,
+    stack,
     store_f32,
 )
+from pykv.kernels.turn_numba import ROW_BYTES, times_transposed
 
 f = np.float32
 TILE = 4  # lines whose sums are kept in registers
@@ -78,7 +80,7 @@ def tile_mix(p, tokens, values, blocks, acc, acc_stride):
 
 
 @device
-def rescale(row, acc, runs, state):
+def rescale(row, acc, runs, acc_pages, runs_pages, state):
     """Fold 64 new scores into a running softmax: `state` is maximum and total, `acc` the sums."""
     low = maximum(load_f32(row), load_f32(row + 64))
     high = maximum(load_f32(row + 128), load_f32(row + 192))
@@ -95,33 +97,39 @@ def rescale(row, acc, runs, state):
     if m > old:
         for i in range(runs):
             store_f32(acc + i * 64, load_f32(acc + i * 64) * factor)
+        for i in range(runs_pages):
+            store_f32(acc_pages + i * 64, load_f32(acc_pages + i * 64) * factor)
 
 
 def walk_pages(
-    record, h, position, queries, lines, d_k, d_v, window,
-    packed, keys, values, scores, acc, states,
+    record, h, position, queries, lines, d_k, d_v, page_k, page_v, extra_k, extra_v, window,
+    packed, packed_pages, keys, values, scores, acc, acc_pages, states,
 ):  # fmt: skip
-    """Run over all pages that any query of the block sees."""
+    """Run over all pages that any query of the block sees; see `walk_chunk` for encoded ones."""
     tables = h * scalar_i64(record + 16) * 8
     key_table, value_table = scalar_i64(record) + tables, scalar_i64(record + 8) + tables
     sinks, encoded = scalar_i64(record + 24), scalar_i64(record + 32)
     lowest = max(position - window + 1, 0) if window > 0 else 0
     final = position + queries - 1
     blocks = (d_v + 31) // 32
+    blocks_pages = (page_v + 31) // 32
+    apart = blocks_pages * 2 if acc_pages != acc else 0
     for e in range(max(entry_of(lowest, sinks), 0 if sinks > 0 else 1), entry_of(final, sinks) + 1):
         key_page, value_page = scalar_i64(key_table + e * 8), scalar_i64(value_table + e * 8)
         start, count, slots = sinks + (e - 1) * PAGE, PAGE, PAGE
         if e == 0:
             start, count, slots = 0, sinks, sink_slots(sinks)
+        query, d, sums, n_blocks = packed, d_k, acc, blocks
         if e == 0 or e > encoded:
-            read_keys_tail(key_page, d_k, slots, keys)
-            read_values_tail(value_page, d_v, slots, values)
+            read_keys_tail(key_page, d_k, slots, keys, 0)
+            read_values_tail(value_page, d_v, slots, values, 0)
         else:
-            read_keys_page(key_page, d_k, slots, keys)
-            read_values_page(value_page, d_v, slots, values)
+            read_keys_page(key_page, page_k, slots, keys, extra_k)
+            read_values_page(value_page, page_v, slots, values, extra_v)
+            query, d, sums, n_blocks = packed_pages, page_k, acc_pages, blocks_pages
         tokens = min(count, final + 1 - start)
         for tile in range(0, lines, TILE):
-            tile_scores(packed + tile * d_k * 4, d_k, keys, scores + tile * 256)
+            tile_scores(query + tile * d * 4, d, keys, scores + tile * 256)
             for line in range(tile, tile + TILE):
                 row, high = scores + line * 256, position + line % queries + 1
                 low = max(high - window, 0) if window > 0 else 0
@@ -131,14 +139,20 @@ def walk_pages(
                 else:
                     if low > start or high < start + PAGE or count < PAGE:
                         mask(row, start, count, low, high)
-                    rescale(row, acc + line * blocks * 128, blocks * 2, states + line * 8)
+                    rescale(
+                        row, acc + line * blocks * 128, blocks * 2,
+                        acc_pages + line * blocks_pages * 128, apart, states + line * 8,
+                    )  # fmt: skip
             tile_mix(
-                scores + tile * 256, tokens, values, blocks, acc + tile * blocks * 128, blocks * 128
-            )
+                scores + tile * 256, tokens, values, n_blocks,
+                sums + tile * n_blocks * 128, n_blocks * 128,
+            )  # fmt: skip
 
 
 # ctx: record of the first query, queries, q, q_stride, d_k, d_v, n_kv, group, queries per block,
-# window or 0, out, out_stride, scratch, scratch per worker
+# window or 0, out, out_stride, scratch, scratch per worker, q for pages, its stride, d_k and d_v of
+# pages, matrix of their values or 0, and of the formats' extra float32 for keys and values address
+# and bytes per KV head
 def attend_prompt(ctx, task, worker):
     """Attention of one block of consecutive queries of one sequence, for one KV head."""
     n_kv, group, per_block = scalar_i64(ctx + 48), scalar_i64(ctx + 56), scalar_i64(ctx + 64)
@@ -150,28 +164,49 @@ def attend_prompt(ctx, task, worker):
     position = scalar_i64(record + 40) + first
     q = scalar_i64(ctx + 16) + first * scalar_i64(ctx + 24) + h * group * d_k * 4
     out = scalar_i64(ctx + 80) + first * scalar_i64(ctx + 88) + h * group * d_v * 4
-    blocks = (d_v + 31) // 32
-    # scratch: queries, keys, values, scores, sums, softmax states
+    page_k, page_v, matrix = scalar_i64(ctx + 128), scalar_i64(ctx + 136), scalar_i64(ctx + 144)
+    blocks, blocks_pages = (d_v + 31) // 32, (page_v + 31) // 32
+    # scratch: queries, those for pages, keys, values, scores, sums, those of pages, softmax states
     packed = scalar_i64(ctx + 96) + worker * scalar_i64(ctx + 104)
-    keys = packed + lines * d_k * 4
-    values = keys + d_k * 256
-    scores = values + blocks * PAGE * 128
+    packed_pages = packed + lines * d_k * 4
+    keys = packed_pages + lines * page_k * 4
+    values = keys + max(d_k, page_k) * 256
+    scores = values + max(blocks, blocks_pages) * PAGE * 128
     acc = scores + lines * 256
-    states = acc + lines * blocks * 128
+    acc_pages = acc + lines * blocks * 128
+    states = acc_pages + lines * blocks_pages * 128
     pack(q, scalar_i64(ctx + 24), queries, group, lines, d_k, packed)
+    if scalar_i64(ctx + 112) == scalar_i64(ctx + 16):
+        packed_pages = packed
+    else:
+        q = scalar_i64(ctx + 112) + first * scalar_i64(ctx + 120) + h * group * page_k * 4
+        pack(q, scalar_i64(ctx + 120), queries, group, lines, page_k, packed_pages)
+    if matrix == 0:
+        acc_pages = acc
+    else:
+        for i in range(lines * blocks_pages * 2):
+            store_f32(acc_pages + i * 64, splat(f(0)))
     for line in range(lines):
         put_f32(states + line * 8, MASKED)
         put_f32(states + line * 8 + 4, f(0))
     for i in range(lines * blocks * 2):
         store_f32(acc + i * 64, splat(f(0)))
     walk(
-        record, h, position, queries, lines, d_k, d_v, scalar_i64(ctx + 72),
-        packed, keys, values, scores, acc, states,
+        record, h, position, queries, lines, d_k, d_v, page_k, page_v,
+        scalar_i64(ctx + 152) + h * scalar_i64(ctx + 160),
+        scalar_i64(ctx + 168) + h * scalar_i64(ctx + 176), scalar_i64(ctx + 72),
+        packed, packed_pages, keys, values, scores, acc, acc_pages, states,
     )  # fmt: skip
+    mapped = stack(ROW_BYTES)
     for line in range(queries * group):
         j, i = line // queries, line % queries
         at = out + i * scalar_i64(ctx + 88) + j * d_v * 4
         inverse = f(1) / scalar_f32(states + line * 8 + 4)
+        if matrix != 0:
+            times_transposed(acc_pages + line * blocks_pages * 128, d_v, matrix, page_v, mapped)
+            for c in range(d_v):
+                to = acc + line * blocks * 128 + c * 4
+                put_f32(to, scalar_f32(to) + scalar_f32(mapped + c * 4))
         for c in range(d_v):
             put_f32(at + c * 4, scalar_f32(acc + line * blocks * 128 + c * 4) * inverse)
 
@@ -188,9 +223,10 @@ def pack(q, q_stride, queries, group, lines, d, packed):
             put_f32(packed + (line * d + c) * 4, value)
 
 
-def scratch_bytes(queries: int, group: int, d_k: int, d_v: int) -> int:
+def scratch_bytes(queries: int, group: int, d_k: int, d_v: int, page_k: int, page_v: int) -> int:
     """What `attend_prompt` needs for each worker."""
     lines = (queries * group + TILE - 1) // TILE * TILE
-    width = (d_v + 31) // 32 * 32
-    floats = lines * d_k + d_k * 64 + width * 64 + lines * 64 + lines * width + lines * 2
+    width, width_pages = (d_v + 31) // 32 * 32, (page_v + 31) // 32 * 32
+    floats = lines * (d_k + page_k + 64 + width + width_pages + 2)
+    floats += max(d_k, page_k) * 64 + max(width, width_pages) * 64
     return (floats * 4 + 63) // 64 * 64

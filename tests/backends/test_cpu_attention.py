@@ -24,7 +24,7 @@ def oracle_of(backend, formats, shapes, sinks=4, residual=0, seed=0):
     k, v, tail = formats
     config = CacheConfig(k, v, sinks, residual, tail)
     o = BackendOracle(config, residual, shapes, 5000, seed, backend)
-    backend.prepare(shapes, [o.store.formats] * len(shapes))
+    backend.prepare(shapes, o.store.formats)
     return o
 
 
@@ -148,7 +148,7 @@ def test_rope(make_cpu, neox, n_rot, magnitude, scale, rows):
     outs = []
     for backend in (make_cpu(), reference.create()):
         store = Store([shape], CacheConfig("f32", "f32"), 100, fill=255)
-        backend.prepare([shape], [store.formats])
+        backend.prepare([shape], store.formats)
         sequence = store.new_sequence()
         for part in (slice(0, before), slice(before, before + rows)):
             count = part.stop - part.start

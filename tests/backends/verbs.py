@@ -139,7 +139,7 @@ class Run:
     def __init__(self, backend, config, seed=0):
         self.backend, self.graph = backend, Tiny(backend, seed)
         self.store = Store(Tiny.shapes, config, 4000, fill=255)
-        backend.prepare(Tiny.shapes, [self.store.formats] * len(Tiny.shapes))
+        backend.prepare(Tiny.shapes, self.store.formats)
         self.sequence = self.store.new_sequence()
 
     def step(self, parts):

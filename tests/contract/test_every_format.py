@@ -8,13 +8,17 @@ import pytest
 
 from pykv import registry
 from pykv.errors import FormatError
+from pykv.formats.coded import CodedFormat
 
 NAMES = registry.names("formats")
 FORMATS = {name: registry.find("formats", name, "cache type").FORMAT for name in NAMES}
 WEIGHTS = [name for name in NAMES if "weight" in FORMATS[name].roles]
 BLOCKS = [name for name in WEIGHTS if FORMATS[name].block_len > 1]
-WRITTEN = ["f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
+BY_GGUF = ["f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
+WRITTEN = [*BY_GGUF, "iq4_nl"]  # the gguf package writes no iq4_nl
 CACHES = [name for name in NAMES if "cache" in FORMATS[name].roles]
+CODED = [name for name in CACHES if isinstance(FORMATS[name], CodedFormat)]
+FLOATS = [name for name in CACHES if name not in CODED]
 
 
 def theirs(name):
@@ -25,7 +29,11 @@ def test_the_types_are_all_there():
     assert set(WRITTEN) | {"q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4"} <= (
         set(WEIGHTS)
     )
-    assert {"f32", "f16", "bf16"} <= set(CACHES)
+    assert set(FLOATS) == {"f32", "f16", "bf16"}
+    assert {"q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "int8", "fp8_e4m3", "fp8_e5m2"} <= (
+        set(CODED)
+    )
+    assert {"kivi4", "kivi3", "kivi2", "tq4", "tq3"} <= set(CODED)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,7 +101,7 @@ def _values(seed, spread):
     return x.astype(np.float32)
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", BY_GGUF)
 @pytest.mark.parametrize("spread", [1, 4])
 def test_encoding_is_gguf_byte_for_byte(name, spread):
     x = _values(3, spread)
@@ -145,10 +153,32 @@ def test_types_without_pages_say_so(name):
             call()
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("d", [1, 32, 80, 100, 128, 576])
+def test_a_page_of_codes_has_its_size_and_decodes_to_64_tokens(name, d):
+    format_ = FORMATS[name]
+    x = np.random.default_rng(d).standard_normal((64, d)).astype(np.float32)
+    for side, encode, decode in (
+        ("key", format_.encode_keys, format_.decode_keys),
+        ("value", format_.encode_values, format_.decode_values),
+    ):
+        page = encode(x)
+        assert page.dtype == np.uint8
+        assert page.shape == (format_.page_bytes(d, side),)
+        assert page.size % 64 == 0
+        assert format_.bits_per_value(d, side) == page.size * 8 / (64 * d)
+        back = decode(page, d)
+        assert back.shape == (64, d)
+        assert back.dtype == np.float32
+        # neither strides nor what was in memory before matter
+        np.testing.assert_array_equal(encode(np.asfortranarray(x)), page)
+        np.testing.assert_array_equal(decode(np.stack([page, page], 1)[:, 0], d), back)
+
+
+@pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("n", [16, 48, 64])
 @pytest.mark.parametrize("d", [32, 80, 100, 128])
-def test_a_page_has_its_size_and_decodes_to_its_tokens(name, n, d):
+def test_a_page_of_floats_has_its_size_and_decodes_to_its_tokens(name, n, d):
     format_ = FORMATS[name]
     x = np.random.default_rng(d + n).standard_normal((n, d)).astype(np.float32)
     for side, encode, decode in (
@@ -162,7 +192,7 @@ def test_a_page_has_its_size_and_decodes_to_its_tokens(name, n, d):
         back = decode(page, d, n)
         assert back.shape == (n, d)
         assert back.dtype == np.float32
-        # the coarsest of the formats here is bf16: eight bits of mantissa, rounded to nearest
+        # the coarsest of these is bf16: eight bits of mantissa, rounded to nearest
         assert (np.abs(back - x) <= np.abs(x) * 2.0**-8).all()
         np.testing.assert_array_equal(encode(back), page)
         with pytest.raises(FormatError, match="bytes were expected"):
@@ -171,9 +201,9 @@ def test_a_page_has_its_size_and_decodes_to_its_tokens(name, n, d):
     assert format_.bits_per_value(d, "value") == bits
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("n", [0, 1, 63, 80])
-def test_a_page_takes_whole_runs_of_tokens(name, n):
+def test_a_page_of_floats_takes_whole_runs_of_tokens(name, n):
     for encode in (FORMATS[name].encode_keys, FORMATS[name].encode_values):
         with pytest.raises(FormatError, match=f"not {n}$"):
             encode(np.zeros((n, 32), np.float32))

@@ -116,7 +116,7 @@ class Reader:
             self.file, N_VOCAB, self.dev
         )
         self.store = Store(self.graph.shapes, config, 512, fill=255)
-        self.dev.prepare(self.graph.shapes, [self.store.formats] * len(self.graph.shapes))
+        self.dev.prepare(self.graph.shapes, self.store.formats)
 
     def logits(self, ids, sizes):
         sequence, out, at = self.store.new_sequence(), [], 0

@@ -8,11 +8,13 @@ import pytest
 
 import pykv
 from pykv.config import CacheConfig, LoadConfig
+from pykv.engine.logits_file import LogitsReader, LogitsWriter
 from pykv.engine.perplexity import estimate, negative_log_likelihoods
 from pykv.errors import ConfigError, NumericsError
 
 TEXT = "The theory of an ancient anthem: the band and the hand, then another land. " * 12
 EXACT = CacheConfig(type_k="f32", type_v="f32")
+ROUGH = CacheConfig(type_k="bf16", type_v="bf16")
 
 
 def plainly(model, text, ctx, n_chunks, bos=None):
@@ -156,6 +158,103 @@ def test_the_error_is_the_standard_error_of_the_mean():
     assert value == pytest.approx(np.exp(nll.mean()))
     assert error == pytest.approx(value * nll.std(ddof=1) / np.sqrt(1000))
     assert estimate(np.array([2.0])) == (pytest.approx(np.exp(2.0)), 0.0)
+
+
+class TestFilesOfLogits:
+    @pytest.fixture
+    def base(self, load, tmp_path):
+        """A file of three chunks of 64 tokens, by the f16 cache."""
+        model = load(deterministic=True)
+        with LogitsWriter(tmp_path / "base.kld") as writer:
+            got = model.perplexity(TEXT, ctx_size=64, chunks=3, save_logits=writer)
+        assert got == model.perplexity(TEXT, ctx_size=64, chunks=3)
+        with LogitsReader(tmp_path / "base.kld") as reader:
+            yield reader
+
+    def test_the_file_holds_the_tokens_and_the_logits(self, load, base):
+        model = load(deterministic=True)
+        ids = model.tokenizer.encode(TEXT, add_special=False)[: 3 * 64]
+        assert base.tokens.ravel().tolist() == ids
+        assert (base.extent.n_ctx, base.extent.n_vocab) == (64, model.n_vocab)
+        x = model.logits(ids[64:128])[32:63].astype(np.float64)
+        log_p = x - np.log(np.exp(x).sum(-1, keepdims=True))
+        reach = (x - x.max(-1, keepdims=True)) > -16
+        # half of a step of 16 / 65535
+        off = np.abs(base.read(1, 0, 31) - log_p)[reach]
+        assert off.max() < 0.5 * 16 / 65535 + 5e-6
+
+    @pytest.mark.parametrize("floats", [8 << 20, 263 * 5])
+    def test_a_run_against_a_file_is_near_one_against_a_cache(
+        self, load, monkeypatch, base, floats
+    ):
+        monkeypatch.setattr("pykv.engine.perplexity.LOGIT_FLOATS", floats)
+        model = load(cache=ROUGH, deterministic=True)
+        got = model.divergence(base=base)
+        expected = model.divergence(TEXT, ctx_size=64, chunks=3)
+        assert (got.n_chunks, got.n_tokens) == (3, 93)
+        assert got.perplexity == expected.perplexity
+        # a code is off by 1.2e-4 at most, and so is ln p(x); their mean by far less
+        assert got.base_perplexity.value == pytest.approx(expected.base_perplexity.value, rel=5e-5)
+        # a token's divergence is off by the mean over p of errors that have no sign in common
+        assert got.kld.value == pytest.approx(expected.kld.value, abs=2e-5)
+        assert got.rms_dp.value == pytest.approx(expected.rms_dp.value, abs=1e-4)
+
+    def test_the_file_is_what_the_run_is_compared_with(self, load, base, tmp_path):
+        """A file of uniform predictions: a divergence that can be told from the entropy."""
+        n_vocab, path = base.extent.n_vocab, tmp_path / "uniform.kld"
+        with LogitsWriter(path) as writer:
+            writer.begin(base.tokens, n_vocab)
+            writer.add(np.zeros((93, n_vocab), np.float32))
+        model = load(deterministic=True)
+        with LogitsReader(path) as reader:
+            got = model.divergence(base=reader, chunks=2)
+        assert got.base_perplexity.value == pytest.approx(n_vocab, rel=1e-5)
+        kld = []
+        for chunk in base.tokens[:2]:
+            x = model.logits(chunk.tolist())[32:63].astype(np.float64)
+            log_q = x - np.log(np.exp(x).sum(-1, keepdims=True))
+            kld += list((-np.log(n_vocab) - log_q).mean(-1))
+        assert got.kld.value == pytest.approx(np.mean(kld), rel=1e-5)
+        assert got.kld_percentiles[100] == pytest.approx(max(kld), rel=1e-5)
+
+    def test_some_chunks_of_it(self, load, base):
+        model = load(cache=ROUGH)
+        assert model.divergence(base=base, chunks=2).n_chunks == 2
+        assert model.divergence(base=base, chunks=9).n_chunks == 3
+        with pytest.raises(ConfigError, match="chunks must be 1 or more"):
+            model.divergence(base=base, chunks=0)
+
+    def test_a_context_that_is_too_small(self, load, base):
+        with pytest.raises(ConfigError, match=r"chunks of 64 tokens, and the context holds 63"):
+            load(ctx_size=63).divergence(base=base)
+
+    def test_another_models_vocabulary(self, load, tmp_path):
+        with LogitsWriter(tmp_path / "other.kld") as writer:
+            writer.begin(np.zeros((1, 4), np.int32), 262)
+            writer.add(np.zeros((1, 262), np.float32))
+        with (
+            LogitsReader(tmp_path / "other.kld") as reader,
+            pytest.raises(ConfigError, match="of 262 tokens, and this model's has 263"),
+        ):
+            load().divergence(base=reader)
+
+    def test_either_a_text_or_a_file(self, load, base):
+        with pytest.raises(ConfigError, match="give either a text, or a file"):
+            load().divergence()
+        with pytest.raises(ConfigError, match="give either a text, or a file"):
+            load().divergence(TEXT, base=base)
+
+    def test_an_interrupted_run_leaves_no_file(self, load, tmp_path):
+        def stop(*_):
+            raise KeyboardInterrupt
+
+        def write():
+            with LogitsWriter(tmp_path / "base.kld") as writer:
+                load().perplexity(TEXT, ctx_size=64, progress=stop, save_logits=writer)
+
+        with pytest.raises(KeyboardInterrupt):
+            write()
+        assert list(tmp_path.iterdir()) == []
 
 
 NAMES = {"smollm2_path": "smollm2-135m-instruct-q4_1", "gemma_path": "gemma-3-270m-q4_k_m"}

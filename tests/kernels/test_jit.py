@@ -172,7 +172,7 @@ class Graph:
 backend = cpu.create(threads=1, kernel_cache=Path(sys.argv[1]))
 for pair in (("f16", "bf16"), ("bf16", "f16")):
     store = Store([LayerShape(1, 1, 32, 32)], CacheConfig(*pair), 100)
-    backend.kernels.load_cache(store.shapes, [store.formats])
+    backend.kernels.load_cache(store.shapes, store.formats)
     batch = [(store.new_sequence(), np.zeros(2, np.int32))]
     out = backend.run(Graph(), store.begin(batch, np.zeros(2, np.int32)))
     print("result", out.tobytes().hex())

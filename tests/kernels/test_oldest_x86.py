@@ -34,7 +34,7 @@ print("halves")
 
 shapes = [LayerShape(4, 1, 40, 33)]
 o = BackendOracle(CacheConfig("f16", "f16", 4, 0, "f32"), 0, shapes, 500, 0, backend)
-backend.prepare(shapes, [o.store.formats])
+backend.prepare(shapes, o.store.formats)
 a = o.new()
 for n in (100, 1, 40, 2):
     o.write({a: o.tokens(n)})

@@ -199,7 +199,7 @@ class Runner:
         )
         config = cache or CacheConfig(type_k="f32", type_v="f32")
         self.store = Store(self.graph.shapes, config, 4096, fill=255)
-        self.dev.prepare(self.graph.shapes, [self.store.formats] * len(self.graph.shapes))
+        self.dev.prepare(self.graph.shapes, self.store.formats)
 
     def logits(self, ids, chunk=None):
         """Logits of every token, f32 [T, V], the tokens handed over `chunk` at a time."""
