@@ -39,6 +39,10 @@ GROUP_INPUTS, GROUP_BYTES = 128, 640  # of the input rows for byte products, vnn
 LEAST_TASK_BYTES, MOST_TASK_BYTES = 32 << 10, 512 << 10
 
 
+# layer, q [T, H, D], k [T, G, D], v, before RoPE; the rotary embedding, and the scores' factor
+Listener = Callable[[int, F32, F32, F32, Rope | None, float], None]
+
+
 class Weight:
     """A matrix [n_out, n_in] where it lies in the file, and how to read it."""
 
@@ -64,7 +68,7 @@ class CpuBackend(Backend):
     """Numba kernels on `threads` threads.
 
     `progress` is told each kernel that has to be compiled; `kernel_cache` is the folder that they
-    are kept in. `deterministic`: products and attention of every batch go row by row through the
+    are kept in. `listener` is told what reaches each layer's attention. `deterministic`: products and attention of every batch go row by row through the
     same kernels, so that a row's result does not depend on the rows beside it.
     """
 
@@ -90,6 +94,7 @@ class CpuBackend(Backend):
         self._program = self._new_program()
         self._attention: CpuAttention | None = None
         self._clamped: set[int] = set()
+        self.listener: Listener | None = None
         self.plan = []
 
     def load(self, tensor: WeightSource) -> Weight:  # noqa: D102
@@ -132,6 +137,7 @@ class CpuBackend(Backend):
     def run(self, graph: Any, step: Step) -> F32:  # noqa: D102
         with self._lock:
             few = step.n_rows < BLAS_ROWS and len(step.rounds) == 1 and not step.rounds[0].moves
+            few = few and self.listener is None
             return self._replay(graph, step) if few else self._run_once(graph, step)
 
     def _new_program(self) -> Program:
@@ -292,6 +298,9 @@ class CpuBackend(Backend):
     ) -> Array:
         if self._attention is None:
             raise NumericsError("attention was called outside a batch")
+        if self.listener is not None:
+            self._flush()
+            self.listener(layer, q.array.copy(), k.array.copy(), v.array.copy(), rope, scale)
         return self._attention.emit(layer, q, k, v, rope, scale)
 
     def _gated(self, kernel: str, gate: Array, up: Array) -> Array:

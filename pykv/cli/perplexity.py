@@ -31,6 +31,26 @@ _CTX_SIZE = 512  # tokens a chunk, llama-perplexity's default
 _LEAST_FOR_STATISTICS = 100  # tokens, as there
 _WORDS: dict[float, str] = {100: "Maximum", 50: "Median", 0: "Minimum"}
 
+_Kl = Annotated[
+    bool, typer.Option("--kl-divergence", help="Compare with an f16 cache that runs beside.")
+]
+_Base = Annotated[
+    str | None,
+    typer.Option(
+        "--kl-divergence-base",
+        metavar="FILE",
+        help="Compare with a file of logits instead, on its text.",
+    ),
+]
+_Save = Annotated[
+    str | None,
+    typer.Option(
+        "--save-all-logits",
+        metavar="FILE",
+        help="Write all logits, as llama-perplexity does; 2 bytes each.",
+    ),
+]
+
 
 def command(
     model_option: ModelOption,
@@ -46,29 +66,14 @@ def command(
     chunks: Annotated[
         int, typer.Option("--chunks", metavar="N", help="Chunks to read; -1: all.")
     ] = -1,
-    kl_divergence: Annotated[
-        bool, typer.Option("--kl-divergence", help="Compare with an f16 cache that runs beside.")
-    ] = False,
-    kl_divergence_base: Annotated[
-        str | None,
-        typer.Option(
-            "--kl-divergence-base",
-            metavar="FILE",
-            help="Compare with these logits instead; the text is theirs.",
-        ),
-    ] = None,
-    save_all_logits: Annotated[
-        str | None,
-        typer.Option(
-            "--save-all-logits",
-            metavar="FILE",
-            help="Write all logits, as llama-perplexity does; 2 bytes each.",
-        ),
-    ] = None,
+    kl_divergence: _Kl = False,
+    kl_divergence_base: _Base = None,
+    save_all_logits: _Save = None,
 ) -> None:
     """Measure a model's perplexity on a text, as llama-perplexity does.
 
     The text is cut into chunks of -c tokens (default 512), and the second half of each is scored.
+    --kl-divergence tells how far predictions are from those of a 16-bit cache.
     """
     with Screen(output) as screen, ExitStack() as stack:
         name = _text_name(corpus, file)

@@ -207,9 +207,16 @@ class TestMeasure:
         assert decode.cache_bytes == sizes[79]
         assert decode.step_bytes == 10_000 + round(np.mean(sizes[:80]))
 
-    @pytest.mark.parametrize("type_", ["q8_0", "kivi2"])
-    def test_bytes_of_a_coded_cache(self, load, type_):
-        cache = CacheConfig(type_k=type_, type_v=type_, residual=32)
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"type_k": "q8_0", "type_v": "q8_0"},
+            {"type_k": "kivi2", "type_v": "f16"},
+            {"type_k": "q8_0", "override": "1=k:kivi2,v:q4_0"},
+        ],
+    )
+    def test_bytes_of_a_coded_cache(self, load, settings):
+        cache = CacheConfig(residual=32, **settings)
         model = load(cache=cache, device="reference")
         prompt, decode = bench.measure(model, bench.cases([100], [70], [40]), 1, 0)
         sizes = sizes_of_decoding(model, 40, 100)
