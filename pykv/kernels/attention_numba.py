@@ -83,14 +83,16 @@ def walk_chunk(
     for e in range(first, last + 1):
         at = scratch + (e - first) * PAGE * 4
         page = scalar_i64(keys + e * 8)
+        # after the last page of keys come the first one's values
+        ahead = scalar_i64(keys + (e + 1) * 8) if e < last else scalar_i64(values + first * 8)
         start, count = sinks + (e - 1) * PAGE, PAGE
         if e == 0:
             start, count = 0, sinks
-            scores_tail(q, d_k * 4, page, d_k, sink_slots(sinks), at, stride, 0)
+            scores_tail(q, d_k * 4, page, ahead, d_k, sink_slots(sinks), at, stride, 0)
         elif e <= encoded:
-            scores_page(q_pages, page_k * 4, page, page_k, PAGE, at, stride, extra_k)
+            scores_page(q_pages, page_k * 4, page, ahead, page_k, PAGE, at, stride, extra_k)
         else:
-            scores_tail(q, d_k * 4, page, d_k, PAGE, at, stride, 0)
+            scores_tail(q, d_k * 4, page, ahead, d_k, PAGE, at, stride, 0)
         if low > start or position + 1 < start + PAGE or count < PAGE:
             for g in range(GROUP):
                 mask(at + g * stride, start, count, low, position + 1)

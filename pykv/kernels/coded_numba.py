@@ -23,6 +23,7 @@ from pykv.kernels.jit_numba import bind, device, inlined
 from pykv.kernels.plain_numba import PAGE
 from pykv.kernels.planes_numba import KEYS, VALUES, code_bytes_keys, code_bytes_values
 from pykv.kernels.simd import reduce_add, splat
+from pykv.kernels.simd_control import prefetch
 from pykv.kernels.simd_group import (
     add_group_times,
     add_groups,
@@ -53,13 +54,14 @@ key_levels = value_levels = _stub
 # scores: the query times codes, then the scales
 
 
-def _scores_block(q, q_stride, page, d, slots, out, out_stride, extra):
+def _scores_block(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
     scales, blocks = page + code_bytes_keys(d, BITS), (d + 31) // 32
     sums = stack(64)  # of the query over a block, for each head
     for block in range(blocks):
         a, b, c, e = zeros(GROUP), zeros(GROUP), zeros(GROUP), zeros(GROUP)
         last = min(block * 32 + 32, d)
         for i in range(block * 32, last):
+            prefetch(ahead + i * 8 * BITS)
             v, w, x, y = key_levels(page, d, i)
             a = add_products(a, q + i * 4, q_stride, v)
             b = add_products(b, q + i * 4, q_stride, w)
@@ -87,10 +89,11 @@ def _scores_block(q, q_stride, page, d, slots, out, out_stride, extra):
         store_group(out + 192, out_stride, add_group_times(z, e, load_f16(at + 96)))
 
 
-def _scores_token(q, q_stride, page, d, slots, out, out_stride, extra):
+def _scores_token(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
     scales = page + code_bytes_keys(d, BITS)
     a, b, c, e = zeros(GROUP), zeros(GROUP), zeros(GROUP), zeros(GROUP)
     for i in range(d):
+        prefetch(ahead + i * 8 * BITS)
         v, w, x, y = key_levels(page, d, i)
         a = add_products(a, q + i * 4, q_stride, v)
         b = add_products(b, q + i * 4, q_stride, w)
@@ -103,9 +106,10 @@ def _scores_token(q, q_stride, page, d, slots, out, out_stride, extra):
     store_group(out + 192, out_stride, add_group_times(none, e, load_f16(scales + 96)))
 
 
-def _scores_head(q, q_stride, page, d, slots, out, out_stride, extra):
+def _scores_head(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
     a, b, c, e = zeros(GROUP), zeros(GROUP), zeros(GROUP), zeros(GROUP)
     for i in range(d):
+        prefetch(ahead + i * 8 * BITS)
         v, w, x, y = key_levels(page, d, i)
         a = add_products(a, q + i * 4, q_stride, v)
         b = add_products(b, q + i * 4, q_stride, w)
@@ -118,7 +122,7 @@ def _scores_head(q, q_stride, page, d, slots, out, out_stride, extra):
     store_group(out + 192, out_stride, add_group_times(none, e, scale))
 
 
-def _scores_channel(q, q_stride, page, d, slots, out, out_stride, extra):
+def _scores_channel(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
     # the query times each half's scales, and its product with the minima
     scaled, scales = stack(SCALED_BYTES), page + code_bytes_keys(d, BITS)
     row, offsets = d * 4, stack(64)
@@ -144,6 +148,7 @@ def _scores_channel(q, q_stride, page, d, slots, out, out_stride, extra):
     b, e = a, c
     low, high = scaled, scaled + GROUP * row
     for i in range(d):
+        prefetch(ahead + i * 8 * BITS)
         v, w, x, y = key_levels(page, d, i)
         a = add_products(a, low + i * 4, row, v)
         b = add_products(b, low + i * 4, row, w)
@@ -169,6 +174,7 @@ def _mix_scaled(p, p_stride, entries, count, tokens, slots, d, out, out_stride, 
                 store_f32(least + g * 64, splat(f(0)))
         for i in range(count):
             page = scalar_i64(entries + i * 8)
+            ahead = scalar_i64(entries + min(i + 1, count - 1) * 8) + block * 256 * BITS
             scales = page + code_bytes_values(d, BITS)
             if BY_BLOCK:
                 scales += block * 128
@@ -183,6 +189,7 @@ def _mix_scaled(p, p_stride, entries, count, tokens, slots, d, out, out_stride, 
                         more = load_f32(from_ + g * p_stride) * minimum
                         store_f32(least + g * 64, load_f32(least + g * 64) + more)
             for t in range(0, PAGE, 4):
+                prefetch(ahead + t * 4 * BITS)
                 u, v, w, x, y, z, k, m = value_levels(page, d, block, t)
                 a = add_products(a, scaled + t * 4, 256, u)
                 b = add_products(b, scaled + t * 4, 256, v)
@@ -209,7 +216,10 @@ def _mix_head(p, p_stride, entries, count, tokens, slots, d, out, out_stride, ex
         a, b, c, e = none, none, none, none
         for i in range(count):
             page, from_ = scalar_i64(entries + i * 8), p + i * 256
+            ahead = scalar_i64(entries + min(i + 1, count - 1) * 8) + block * 2048
             for t in range(0, PAGE, 4):
+                prefetch(ahead + t * 32)
+                prefetch(ahead + t * 32 + 64)
                 u, v, w, x, y, z, k, m = value_levels(page, d, block, t)
                 a = add_products(a, from_ + t * 4, p_stride, u)
                 b = add_products(b, from_ + t * 4, p_stride, v)

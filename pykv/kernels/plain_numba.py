@@ -8,8 +8,9 @@ The functions of a cache format, all taking addresses; `extra` is that of float3
 the layer and head and lie outside the pages, for formats that have such:
     encode_keys(x, d, page, extra)  x f32 [d][64] -> page
     encode_values(x, d, page, extra) x f32 [ceil(d / 32)][64][32] -> page
-    scores(q, q_stride, page, d, slots, out, out_stride, extra)
-                                    out[i][t] = q[i] . key t, for the rows i of a group
+    scores(q, q_stride, page, ahead, d, slots, out, out_stride, extra)
+                                    out[i][t] = q[i] . key t, for the rows i of a group;
+                                    `ahead` is the page that comes next, asked for meanwhile
     mix(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra)
                                     out[i] += sum over t of p[i][t] * value t, over `count` pages
                                     whose addresses stand at `entries`; of the last, `tokens`
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from pykv.kernels.jit_numba import bind, device
+from pykv.kernels.simd_control import prefetch
 from pykv.kernels.simd_group import (
     add_products,
     load_group,
@@ -54,12 +56,15 @@ def _encode_values(x, d, page, extra):
         store(page + i * 16 * ITEM, load_f32(x + i * 64))
 
 
-def _scores(q, q_stride, page, d, slots, out, out_stride, extra):
+def _scores(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
     step = slots * ITEM
     if slots == 64:
         a, b, c, e = zeros(GROUP), zeros(GROUP), zeros(GROUP), zeros(GROUP)
         for i in range(d):
             at = page + i * step
+            prefetch(ahead + i * step)
+            if ITEM > 1:
+                prefetch(ahead + i * step + 64)
             a = add_products(a, q + i * 4, q_stride, load(at))
             b = add_products(b, q + i * 4, q_stride, load(at + 16 * ITEM))
             c = add_products(c, q + i * 4, q_stride, load(at + 32 * ITEM))
@@ -83,7 +88,10 @@ def _mix(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra):
         b = load_group(zeros(GROUP), at + 64, out_stride)
         for i in range(count):
             page = scalar_i64(entries + i * 8) + block * slots * 32 * ITEM
+            # the same part of the page that comes next
+            ahead = scalar_i64(entries + min(i + 1, count - 1) * 8) + block * slots * 32 * ITEM
             for t in range(tokens if i == count - 1 else PAGE):
+                prefetch(ahead + t * 32 * ITEM)
                 weight = p + (i * PAGE + t) * 4
                 a = add_products(a, weight, p_stride, load(page + t * 32 * ITEM))
                 b = add_products(b, weight, p_stride, load(page + t * 32 * ITEM + 16 * ITEM))
