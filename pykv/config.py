@@ -38,6 +38,7 @@ class CacheConfig:
     tail_type: str | None = None  # f32, f16 or bf16; None: f16, or the page's own wider type
     transform_k: str = "auto"  # of key pages: none, hadamard, random, or the format's own
     transform_v: str = "auto"  # of value pages
+    position: str = "write"  # when RoPE turns keys: write, or read (f32, f16, bf16 and kivi)
     override: str | None = None  # other types for some layers: "0-1=k:q8_0,v:q8_0;5=k:f16"
 
     def __post_init__(self) -> None:

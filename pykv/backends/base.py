@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pykv.errors import CancelledError
+from pykv.formats.coded import HeadNumbers
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
@@ -86,6 +87,7 @@ class CacheFormats:
     tail_v: str
     transform_k: str = "none"  # of key pages: none, hadamard or random; see transforms.py
     transform_v: str = "none"
+    position: str = "write"  # when RoPE turns the keys: as they are written, or as they are read
 
     @property
     def exact_k(self) -> bool:
@@ -139,6 +141,8 @@ class Step:
     outputs: I32  # rows whose logits are wanted
     records: I64
     rounds: list[Round]
+    # per layer what a calibration file holds, for keys and for values of each KV head; or nothing
+    numbers: Sequence[Sequence[Sequence[HeadNumbers]]] = ()
     cancelled: Callable[[], bool] | None = None  # asked now and then; True stops the run
 
     def check_cancelled(self) -> None:

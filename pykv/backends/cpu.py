@@ -68,7 +68,8 @@ class CpuBackend(Backend):
     """Numba kernels on `threads` threads.
 
     `progress` is told each kernel that has to be compiled; `kernel_cache` is the folder that they
-    are kept in. `listener` is told what reaches each layer's attention. `deterministic`: products and attention of every batch go row by row through the
+    are kept in. `listener` is told what reaches each layer's attention.
+    `deterministic`: products and attention of every batch go row by row through the
     same kernels, so that a row's result does not depend on the rows beside it.
     """
 
@@ -154,7 +155,7 @@ class CpuBackend(Backend):
             # the program's own copy of what changes, at addresses that stay
             own = Step(
                 step.shapes, step.formats, step.tokens.copy(), step.positions.copy(),
-                step.outputs.copy(), step.records.copy(), step.rounds,
+                step.outputs.copy(), step.records.copy(), step.rounds, step.numbers,
             )  # fmt: skip
             self._attention = CpuAttention(self, own)
             logits = graph.forward(own)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pykv.backends.base import F32, I64, PAGE, CacheFormats, LayerShape, Rope, Step
-from pykv.backends.kernels import cache_key, tiles
+from pykv.backends.base import F32, I64, PAGE, Rope, Step
+from pykv.backends.kernels import cache_key, stem, tiles
+from pykv.backends.page_maps import PageMaps, Turns
 from pykv.backends.program import Arena, Buffer, Memory, Program
-from pykv.backends.transforms import kernel_matrix
 from pykv.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -37,29 +37,6 @@ class _RowLaunch:
     combine: I64
 
 
-class PageMaps:
-    """What a layer's encoded pages need beside their bytes: maps, and their formats' numbers."""
-
-    def __init__(self, shape: LayerShape, formats: CacheFormats) -> None:
-        self.matrix_k = kernel_matrix(formats.transform_k, shape.d_k)
-        self.matrix_v = kernel_matrix(formats.transform_v, shape.d_v)
-        self.d_k, self.d_v = shape.d_k, shape.d_v
-        # scales of formats that keep one for a head: none was calibrated, so all are 1
-        self.extra_k = self.extra_v = np.ones(shape.n_kv, np.float32)
-
-    def key_query(self, backend: CpuBackend, q: Buffer) -> Buffer:
-        """The rows' queries [T, H, D] as key pages want them."""
-        if self.matrix_k is None:
-            return q
-        rows, heads, d = q.shape
-        out = backend.buffer(rows, heads, self.d_k)
-        backend.emit(
-            "turn", rows, q, heads * d * 4, heads, d, self.matrix_k, self.d_k, out,
-            heads * self.d_k * 4,
-        )  # fmt: skip
-        return out
-
-
 class CpuAttention:
     """Emits a batch's attention into the backend's program."""
 
@@ -71,7 +48,13 @@ class CpuAttention:
         self._launches: list[_RowLaunch] = []
         self._scratch: dict[int, Memory] = {}
         self._partial: dict[tuple[int, int], tuple[Memory, Memory]] = {}
-        self._maps = [PageMaps(*layer) for layer in zip(step.shapes, step.formats, strict=True)]
+        self._maps = [
+            PageMaps(*layer)
+            for layer in zip(
+                step.shapes, step.formats, step.numbers or ((),) * len(step.shapes), strict=True
+            )
+        ]
+        self._turns: dict[int, Turns] = {}
         self._rows = [np.asarray(r.rows, np.int32) for r in step.rounds]
         self._arena: Arena = backend.arena
 
@@ -121,11 +104,15 @@ class CpuAttention:
     ) -> Buffer:
         """Lines for one layer's attention; see Backend.attention."""
         self._turn(q, rope, scale)
-        self._turn(k, rope, 1.0)
         shape, formats = self.step.shapes[layer], self.step.formats[layer]
+        turns: Any = 0
+        if formats.position == "read":
+            turns = self._turns_for(rope)
+        else:
+            self._turn(k, rope, 1.0)
         out = self._backend.buffer(q.shape[0], shape.n_head * shape.d_v)
         few = q.shape[0] < 8 or self._backend.deterministic
-        q_pages = self._maps[layer].key_query(self._backend, q)
+        q_pages = self._key_query(layer, q)
         for number, round_ in enumerate(self.step.rounds):
             rows = self._rows[number]
             self._backend.emit(
@@ -135,10 +122,12 @@ class CpuAttention:
             )  # fmt: skip
             if few:
                 for first in range(0, len(rows), ROWS_AT_ONCE):
-                    self._attend_rows(layer, rows[first : first + ROWS_AT_ONCE], q, q_pages, out)
+                    self._attend_rows(
+                        layer, rows[first : first + ROWS_AT_ONCE], q, q_pages, out, turns
+                    )
             else:
                 for segment in round_.segments:
-                    self._attend_prompt(layer, segment.first, segment.count, q, q_pages, out)
+                    self._attend_prompt(layer, segment.first, segment.count, q, q_pages, out, turns)
             if round_.moves:
                 self._encode(layer, round_.moves[layer])
         return out
@@ -157,13 +146,35 @@ class CpuAttention:
             "rope", rows, x, heads, d, rope.n_rot, other, step, cos, sin, float(scale)
         )
 
+    def _turns_for(self, rope: Rope | None) -> I64:
+        if id(rope) not in self._turns:
+            sinks, room = int(self.step.records[0, 0, 3]), self.capacity(self.step)
+            entries = room * CHUNK_TOKENS // PAGE + 1
+            self._turns[id(rope)] = Turns(rope, sinks, entries)
+        return self._turns[id(rope)].words
+
+    def _key_query(self, layer: int, q: Buffer) -> Buffer:
+        """The rows' queries [T, H, D] as the layer's key pages want them."""
+        maps = self._maps[layer]
+        if maps.matrix_k is None:
+            return q
+        rows, heads, d = q.shape
+        out = self._backend.buffer(rows, heads, maps.d_k)
+        self._backend.emit(
+            "turn", rows, q, heads * d * 4, heads, d, maps.matrix_k, maps.d_k, out,
+            heads * maps.d_k * 4,
+        )  # fmt: skip
+        return out
+
     def _scratch_for(self, n_bytes: int) -> Memory:
         """Scratch of n_bytes for every worker, kept while the batch runs."""
         if n_bytes not in self._scratch:
             self._scratch[n_bytes] = self._arena.take(n_bytes * self._backend.threads)
         return self._scratch[n_bytes]
 
-    def _attend_rows(self, layer: int, rows: Any, q: Buffer, q_pages: Buffer, out: Buffer) -> None:
+    def _attend_rows(
+        self, layer: int, rows: Any, q: Buffer, q_pages: Buffer, out: Buffer, turns: Any
+    ) -> None:
         backend, shape = self._backend, self.step.shapes[layer]
         key, group = cache_key(self.step.formats[layer]), shape.n_head // shape.n_kv
         maps, room = self._maps[layer], self.capacity(self.step)
@@ -184,7 +195,8 @@ class CpuAttention:
                 len(rows), q, shape.n_head * shape.d_k * 4, shape.d_k, shape.d_v, shape.n_kv, group,
                 first, count, self._chunks, partial, stats, self._scratch_for(scratch).address,
                 scratch, q_pages, shape.n_head * maps.d_k * 4, maps.d_k, maps.d_v,
-                maps.matrix_v is not None, maps.extra_k, 4, maps.extra_v, 4,
+                maps.matrix_v is not None, maps.extra_k, maps.extra_k.shape[1] * 4, maps.extra_v,
+                maps.extra_v.shape[1] * 4, turns,
             )  # fmt: skip
             lines.append((len(backend.program) - 1, ctx, tasks))
         combine = backend.emit(
@@ -195,8 +207,9 @@ class CpuAttention:
         self._launches.append(_RowLaunch(lines, combine))
 
     def _attend_prompt(
-        self, layer: int, first: int, count: int, q: Buffer, q_pages: Buffer, out: Buffer
-    ) -> None:
+        self, layer: int, first: int, count: int, q: Buffer, q_pages: Buffer, out: Buffer,
+        turns: Any,
+    ) -> None:  # fmt: skip
         from pykv.kernels.prompt_numba import scratch_bytes
 
         shape, maps = self.step.shapes[layer], self._maps[layer]
@@ -217,22 +230,23 @@ class CpuAttention:
                 self._scratch_for(scratch).address, scratch,
                 q_pages.address + start * shape.n_head * maps.d_k * 4, shape.n_head * maps.d_k * 4,
                 maps.d_k, maps.d_v, 0 if maps.matrix_v is None else maps.matrix_v,
-                maps.extra_k, 4, maps.extra_v, 4, cost=int(queries * flops / 32),
+                maps.extra_k, maps.extra_k.shape[1] * 4, maps.extra_v, maps.extra_v.shape[1] * 4,
+                turns, cost=int(queries * flops / 32),
             )  # fmt: skip
 
     def _encode(self, layer: int, moves: tuple[I64, I64]) -> None:
-        shape, formats, maps = self.step.shapes[layer], self.step.formats[layer], self._maps[layer]
+        shape, maps = self.step.shapes[layer], self._maps[layer]
+        names = self.step.formats[layer]
         sides = (
-            (f"encode_k_{formats.tail_k}_{formats.page_k}", shape.d_k, maps.matrix_k, maps.d_k,
-             maps.extra_k),
-            (f"encode_v_{formats.tail_v}_{formats.page_v}", shape.d_v, maps.matrix_v, maps.d_v,
-             maps.extra_v),
-        )  # fmt: skip
-        for (kernel, d, matrix, r, extra), side_moves in zip(sides, moves, strict=True):
+            (f"k_{names.tail_k}_{stem(names.page_k)}", shape.d_k, maps.matrix_k, maps.d_k),
+            (f"v_{names.tail_v}_{stem(names.page_v)}", shape.d_v, maps.matrix_v, maps.d_v),
+        )
+        extras = (maps.extra_k, maps.extra_v)
+        for (kernel, d, matrix, r), extra, side_moves in zip(sides, extras, moves, strict=True):
             if len(side_moves):
                 scratch = ((d + 31) // 32 + (r + 31) // 32) * 32 * PAGE * 4
                 self._backend.emit(
-                    kernel, len(side_moves), side_moves, d,
+                    f"encode_{kernel}", len(side_moves), side_moves, d,
                     self._scratch_for(scratch).address, scratch,
-                    0 if matrix is None else matrix, r, shape.n_kv, extra, 4,
+                    0 if matrix is None else matrix, r, shape.n_kv, extra, extra.shape[1] * 4,
                 )  # fmt: skip

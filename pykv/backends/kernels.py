@@ -34,7 +34,14 @@ def tiles(group: int) -> list[tuple[int, int, int]]:
 
 def cache_key(formats: CacheFormats) -> str:
     """The formats as part of a kernel's name: keys and values, each page and tail."""
-    return f"{formats.page_k}_{formats.tail_k}_{formats.page_v}_{formats.tail_v}"
+    names = (formats.page_k, formats.tail_k, formats.page_v, formats.tail_v)
+    key = "_".join(stem(name) for name in names)
+    return f"{key}_read" if formats.position == "read" else key
+
+
+def stem(name: str) -> str:
+    """A cache type's name without its options, which are no matter of its kernels."""
+    return name.partition(":")[0]
 
 
 class Kernels:
@@ -184,22 +191,25 @@ class Kernels:
         from pykv.kernels import attention_numba, cache_numba, prompt_numba
 
         modules, key = plan.cpu_cache_modules(formats), cache_key(formats)
+        read = formats.position == "read"
+        scores = "scores_read" if read else "scores"
         page_k, tail_k = modules[formats.page_k], modules[formats.tail_k]
         page_v, tail_v = modules[formats.page_v], modules[formats.tail_v]
         for heads, _, _ in tiles(shape.n_head // shape.n_kv):
             bound = {
-                f"{what}_{where}": self._grouped(module, what, heads)
-                for what, where, module in (
-                    ("scores", "page", page_k), ("scores", "tail", tail_k),
-                    ("mix", "page", page_v), ("mix", "tail", tail_v),
-                )
-            }  # fmt: skip
+                "scores_page": self._grouped(page_k, scores, heads),
+                "scores_tail": self._grouped(tail_k, scores, heads),
+                "mix_page": self._grouped(page_v, "mix", heads),
+                "mix_tail": self._grouped(tail_v, "mix", heads),
+            }
             name = f"attend_{key}_g{heads}"
-            walk = self._bound(attention_numba.walk_chunk, f"walk_{name}", GROUP=heads, **bound)
+            walk = self._bound(
+                attention_numba.walk_chunk, f"walk_{name}", GROUP=heads, READ=read, **bound
+            )
             self._add(name, attention_numba.attend_rows, GROUP=heads, one_chunk=walk)
         self._add("combine", attention_numba.combine)
         walk = self._bound(
-            prompt_numba.walk_pages, f"walk_prompt_{key}",
+            prompt_numba.walk_pages, f"walk_prompt_{key}", READ=read,
             read_keys_page=page_k.read_keys, read_keys_tail=tail_k.read_keys,
             read_values_page=page_v.read_values, read_values_tail=tail_v.read_values,
         )  # fmt: skip
@@ -224,7 +234,7 @@ class Kernels:
         for side, what, tail, page, exact in sides:
             if not exact:
                 self._add(
-                    f"encode_{side}_{tail}_{page}", cache_numba.encode_page,
+                    f"encode_{side}_{tail}_{stem(page)}", cache_numba.encode_page,
                     read_tail=getattr(modules[tail], f"read_{what}"),
                     encode=getattr(modules[page], f"encode_{what}"),
                     turn_page=getattr(turn_numba, f"turn_{what}"),

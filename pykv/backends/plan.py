@@ -77,7 +77,7 @@ def cpu_cache_modules(formats: CacheFormats) -> dict[str, ModuleType]:
     """The CPU kernels of a cache's formats.  Raises UnsupportedError: one has none."""
     modules = {}
     for name in {formats.page_k, formats.page_v, formats.tail_k, formats.tail_v}:
-        module = cpu_module(name)
+        module = cpu_module(name.partition(":")[0])
         if module is None or not hasattr(module, "scores"):
             raise UnsupportedError(
                 f"cache type {name} has no CPU kernels; use --device reference, or another type"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from pykv import registry
 from pykv.backends.base import (
     F32,
     I64,
@@ -27,12 +25,15 @@ from pykv.backends.base import (
 from pykv.backends.plan import decode
 from pykv.backends.transforms import matrix
 from pykv.errors import NumericsError
+from pykv.formats.base import Side
+from pykv.formats.coded import find as cache_format
 
 
-@cache
-def _format(name: str) -> Any:
-    """A cache format; the registry looks for plugins each time, which is slow for every page."""
-    return registry.find("formats", name, "cache type").FORMAT
+def _numbers(step: Step, layer: int, side: int, head: int) -> dict[str, Any]:
+    """A head's numbers out of a calibration file, as an encoder and a decoder take them."""
+    formats = step.formats[layer]
+    wanted = cache_format((formats.page_k, formats.page_v)[side]).calibration != "none"
+    return {"numbers": step.numbers[layer][side][head]} if wanted and step.numbers else {}
 
 
 def page_at(address: int, n_bytes: int) -> U8:
@@ -53,6 +54,7 @@ class ReferenceBackend(Backend):
 
     def __init__(self) -> None:
         self.plan = ["reference backend: plain NumPy, float32"]
+        self._rope: Rope | None = None  # of the layer that runs, if its keys are turned when read
 
     def load(self, tensor: WeightSource) -> F32:  # noqa: D102
         return decode(tensor)
@@ -110,8 +112,11 @@ class ReferenceBackend(Backend):
         self, step: Step, layer: int, q: F32, k: F32, v: F32, rope: Rope | None, scale: float
     ) -> F32:
         step.check_cancelled()
+        at_read = step.formats[layer].position == "read"
         if rope is not None:
-            q, k = (self._turn(x, step.positions, rope) for x in (q, k))
+            q = self._turn(q, step.positions, rope)
+            k = k if at_read else self._turn(k, step.positions, rope)
+        self._rope = rope if at_read else None
         out = np.empty((*q.shape[:2], v.shape[-1]), np.float32)
         for round_ in step.rounds:
             for segment in round_.segments:
@@ -140,10 +145,11 @@ class ReferenceBackend(Backend):
         capacity, sinks, encoded = (int(r) for r in record[2:5])
         table = table_at(int(record[side]), shape.n_kv, capacity)
         page, tail = (
-            _format((k, v)[side])
+            cache_format((k, v)[side])
             for k, v in ((names.page_k, names.page_v), (names.tail_k, names.tail_v))
         )
-        side_name = ("key", "value")[side]
+        sides: tuple[Side, Side] = ("key", "value")
+        side_name = sides[side]
 
         def find(head: int, entry: int) -> tuple[Any, U8, int]:
             slots = PAGE if entry else (sinks + 15) // 16 * 16
@@ -197,7 +203,8 @@ class ReferenceBackend(Backend):
             if stop > max(lowest, start):
                 format_, page, slots = find(head, entry)
                 decode_page = (format_.decode_keys, format_.decode_values)[side]
-                stored = decode_page(page, d, slots)[: stop - start]
+                numbers = _numbers(step, layer, side, head) if 0 < entry <= encoded else {}
+                stored = decode_page(page, d, slots, **numbers)[: stop - start]
                 # a map is orthogonal: going back here is what a mapped query amounts to
                 if mapped is not None and 0 < entry <= encoded:
                     stored = stored @ mapped.T
@@ -215,6 +222,8 @@ class ReferenceBackend(Backend):
         visible = (cells <= positions[:, None]) & (cells >= low)
         for g in range(shape.n_kv):
             keys, values = (self._read(step, layer, segment.first, s, g, n) for s in (0, 1))
+            if self._rope is not None:
+                keys = self._turn(keys[:, None], cells[0], self._rope)[:, 0]
             seen = visible.any(0)
             keys, values = keys[seen], values[seen]
             # keys and values are finite, but a BLAS may load past a small array's end, and what it
@@ -227,7 +236,7 @@ class ReferenceBackend(Backend):
 
     def _encode(self, step: Step, layer: int, moves: tuple[I64, I64]) -> None:
         shape, names = step.shapes[layer], step.formats[layer]
-        sides = (
+        sides: tuple[tuple[int, str, str, str, Side], ...] = (
             (shape.d_k, names.tail_k, names.page_k, names.transform_k, "key"),
             (shape.d_v, names.tail_v, names.page_v, names.transform_v, "value"),
         )
@@ -235,17 +244,16 @@ class ReferenceBackend(Backend):
             sides, moves, strict=True
         ):
             mapped = matrix(transform, d)
-            tail, page = _format(tail_name), _format(page_name)
-            for entry_address, new in side_moves:
+            tail, page = cache_format(tail_name), cache_format(page_name)
+            for i, (entry_address, new) in enumerate(side_moves):
+                numbers = _numbers(step, layer, int(side == "value"), i % shape.n_kv)
                 entry = table_at(int(entry_address), 1, 1)
                 old = page_at(int(entry[0, 0]), tail.page_bytes(d, side, PAGE))
                 fresh = page_at(int(new), page.page_bytes(d, side, PAGE))
-                decode_page, encode = (
-                    (tail.decode_keys, page.encode_keys) if side == "key"
-                    else (tail.decode_values, page.encode_values)
-                )  # fmt: skip
+                decode_page: Any = tail.decode_keys if side == "key" else tail.decode_values
+                encode: Any = page.encode_keys if side == "key" else page.encode_values
                 cells = decode_page(old, d, PAGE)
-                fresh[:] = encode(cells if mapped is None else cells @ mapped)
+                fresh[:] = encode(cells if mapped is None else cells @ mapped, **numbers)
                 entry[0, 0] = new
 
     def close(self) -> None:  # noqa: D102

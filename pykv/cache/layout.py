@@ -12,13 +12,16 @@ from pykv.backends import transforms
 from pykv.backends.base import PAGE, CacheFormats, LayerShape
 from pykv.config import CacheConfig
 from pykv.errors import ConfigError
+from pykv.formats.base import Side
+from pykv.formats.coded import find
 
 TAIL_TYPES = ("f16", "bf16", "f32")
-SIDES = ("key", "value")
-_OVERRIDE = re.compile(r"(\d+)(?:-(\d+))?=(?:k:(\w+))?(,?)(?:v:(\w+))?")
+SIDES: tuple[Side, Side] = ("key", "value")
+_TYPE = r"(\w+(?::\w+=[\d.]+%)?)"
+_OVERRIDE = re.compile(rf"(\d+)(?:-(\d+))?=(?:k:{_TYPE})?(,?)(?:v:{_TYPE})?")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # layers of other widths have another, be it equal
 class LayerLayout:
     """A layer's formats, and how many of its newest tokens stay exact."""
 
@@ -41,6 +44,8 @@ def check(config: CacheConfig) -> None:
         )
     for transform, flag in _flags(config):
         transforms.check(transform, flag)
+    if config.position not in ("write", "read"):
+        raise ConfigError(f"--kv-position '{config.position}' is unknown: it is write or read")
     _overrides(config)
 
 
@@ -73,7 +78,7 @@ def _layout(config: CacheConfig, types: tuple[str, str], shape: LayerShape) -> L
         maps.append(_transform(name, transform, d, flag))
     residuals: list[int] = [_format(name).residual for name in types]
     return LayerLayout(
-        CacheFormats(*types, *tails, *maps),
+        CacheFormats(*types, *tails, *maps, position=_position(config, types[0], maps[0])),
         max(residuals) if config.residual is None else config.residual,
     )
 
@@ -86,6 +91,24 @@ def _transform(name: str, transform: str, d: int, flag: str) -> str:
             f"not {transform}"
         )
     return transforms.resolve(transform, preferred, d, flag)
+
+
+def _position(config: CacheConfig, name: str, transform: str) -> str:
+    """When RoPE turns the keys of that type."""
+    format_ = _format(name)
+    if config.position == "write" and format_.key_position == "write":
+        return "write"
+    if not (format_.key_position == "read" or name in TAIL_TYPES or format_.key_axis == "channel"):
+        raise ConfigError(
+            f"--kv-position read takes keys whose scales go by channel, or none: f32, f16, bf16, "
+            f"kivi and nuq, not {name}"
+        )
+    if transform != "none":
+        raise ConfigError(
+            f"--kv-transform-k {transform} cannot be applied to keys that RoPE turns when they are "
+            "read: the turn of each token would have to be undone in mixed channels; use none"
+        )
+    return "read"
 
 
 def _flags(config: CacheConfig) -> tuple[tuple[str, str], tuple[str, str]]:
@@ -117,10 +140,11 @@ def _format(name: str, where: str = "") -> Any:
         raise ConfigError(
             f"{where}unknown cache type '{name}': it is one of {', '.join(cache_types())}"
         )
-    return registry.find("formats", name, "cache type").FORMAT
+    return find(name)
 
 
-def _is_cache_type(name: str) -> bool:
+def _is_cache_type(spec: str) -> bool:
+    name = spec.partition(":")[0]
     return name in registry.names("formats") and (
         "cache" in registry.find("formats", name, "cache type").FORMAT.roles
     )
@@ -134,6 +158,5 @@ def page_bytes(shape: LayerShape, formats: CacheFormats, side: int, kind: str, s
     name = (formats.page_k, formats.page_v)[side]
     if kind != "page":
         name = (formats.tail_k, formats.tail_v)[side]
-    format_ = registry.find("formats", name, "cache type").FORMAT
-    n_bytes: int = format_.page_bytes((shape.d_k, shape.d_v)[side], SIDES[side], slots)
+    n_bytes: int = find(name).page_bytes((shape.d_k, shape.d_v)[side], SIDES[side], slots)
     return n_bytes

@@ -32,6 +32,7 @@ from pykv.cache.layout import LayerLayout, layouts_of, page_bytes
 from pykv.cache.pages import SLAB_BYTES, Held, PagePool, Undo
 from pykv.config import CacheConfig
 from pykv.errors import CacheFullError
+from pykv.formats.coded import HeadNumbers
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class _Band:
 class Store:
     """Keys and values of all sequences of a model.
 
-    `n_ctx` tokens fit a sequence. `fill` is what fresh pages hold, for tests.
+    `n_ctx` tokens fit a sequence. `fill` is what fresh pages hold, for tests; `numbers` is what a
+    calibration file says of each layer, for the formats that want one.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Store:
         config: CacheConfig,
         n_ctx: int,
         fill: int | None = None,
+        numbers: Sequence[Sequence[Sequence[HeadNumbers]]] = (),
     ) -> None:
         self.shapes, self.config, self.n_ctx = list(shapes), config, n_ctx
         self.sinks = config.sinks
@@ -72,7 +75,7 @@ class Store:
             next(n for n, band in enumerate(self._bands) if i in band.layers)
             for i in range(len(self.shapes))
         ])  # fmt: skip
-        self._fill = fill
+        self._fill, self.numbers = fill, numbers
         self._pools: dict[int, PagePool] = {}
         self._sequences: dict[int, Held] = {}
         self._next = 0
@@ -219,6 +222,7 @@ class Store:
             outputs,
             np.zeros((len(self.shapes), total, RECORD), np.int64),
             [],
+            self.numbers,
         )
         try:
             row = 0

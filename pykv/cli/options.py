@@ -173,21 +173,24 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
                 "-ctk --cache-type-k", "TYPE", "How keys are kept; `pykv inspect` lists types."
             ),
             "type_v": _f("-ctv --cache-type-v", "TYPE", "How values are kept, likewise."),
-            "override": _f(
-                "--cache-type-override",
-                "LAYERS=TYPES",
-                "Other types for some layers: 0-1=k:q8_0,v:q8_0;5=k:f16.",
-            ),
-            "transform_k": _f(
-                "--kv-transform-k", "NAME", "none, hadamard, random; auto: what suits the key type."
-            ),
-            "transform_v": _f("--kv-transform-v", "NAME", "The same for values."),
             "sinks": _f("--kv-sinks", "N", "First tokens that stay exact."),
             "residual": _f(
                 "--kv-residual", "N", "Newest tokens that stay exact.  Default: the types' own."
             ),
             "tail_type": _f(
                 "--kv-tail-type", "TYPE", "Type of the exact tokens.  Default: f16, or wider."
+            ),
+            "transform_k": _f(
+                "--kv-transform-k", "NAME", "none, hadamard, random; auto: what suits the key type."
+            ),
+            "transform_v": _f("--kv-transform-v", "NAME", "The same for values."),
+            "position": _f(
+                "--kv-position", "WHEN", "When RoPE turns the keys: as they are write, or read."
+            ),
+            "override": _f(
+                "--cache-type-override",
+                "LAYERS=TYPES",
+                "Other types for some layers: 0-1=k:q8_0,v:q8_0;5=k:f16.",
             ),
         },
     ),

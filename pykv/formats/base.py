@@ -33,10 +33,14 @@ class BlockFormat:
     """
 
     roles: ClassVar[tuple[str, ...]] = ("weight",)  # of "weight" and "cache"
-    axis: ClassVar[str] = "channel"  # what a block runs along
+    key_axis: ClassVar[str] = "none"  # what the values of a page that share a scale lie along
     block_len: ClassVar[int] = 32  # values
     residual: ClassVar[int] = 0  # newest tokens that stay exact in the cache, by default
     transform: ClassVar[str] = "none"  # what `auto` maps pages by: none, hadamard or random
+    # what a calibration file holds for it: a scale, which is 1 without one, or what it cannot do
+    # without: levels, and ranges of key channels
+    calibration: ClassVar[Literal["none", "scale", "levels"]] = "none"
+    key_position: ClassVar[Literal["write", "read"]] = "write"  # when RoPE turns the keys
     layout: ClassVar[np.dtype[Any]]  # of one block; a field's shape is the one it is computed in
 
     @property

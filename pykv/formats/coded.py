@@ -1,26 +1,36 @@
 """What formats with codes share: how their codes and parameters lie in the pages of the KV cache.
 
-A page is its codes, then float16 scales, then float16 minima. Codes go by runs of 16: in a key page
-16 tokens of one channel, in the order (channel, token / 16), in a value page 16 channels of one
-token, in the order (32-channel block, token, half). A code of 5 bits is split into sets of 4 and 1
-bits, one of 3 into 2 and 1, and each set is stored whole after the other. A 16-byte unit of a set
-of w bits holds 8 / w consecutive runs, run k in bits k * w and up of each byte.
+A page is its codes, then float16 scales, then float16 minima, then outliers. Codes go by runs of
+16: in a key page 16 tokens of one channel, in the order (channel, token / 16), in a value page 16
+channels of one token, in the order (32-channel block, token, half). A code of 5 bits is split into
+sets of 4 and 1 bits, one of 3 into 2 and 1, and each set is stored whole after the other. A 16-byte
+unit of a set of w bits holds 8 / w consecutive runs, run k in bits k * w and up of each byte.
 
 Which values share a scale is the format's `key_axis` and `value_axis`:
 block     32 channels of one token: [block][64 tokens], the last block of keys may be short
 channel   32 tokens of one channel: [32-token group][channel]; keys only
 token     all channels of one token: [64 tokens]
 head      one for all pages of the layer and head, which lies outside: nothing
+
+Outliers, in a format that has them, are u16 places of all, rising, then float16 values of all. A
+place is a value's index in run order: channel * 64 + token in a key page, (block * 64 + token) * 32
++ channel % 32 in a value page. 0xFFFF is an unused entry. Such a value stands in the place of the
+decoded one.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from pykv.errors import FormatError
+from pykv import registry
+from pykv.errors import ConfigError, FormatError
 from pykv.formats.base import (
     F32,
     PAGE_ALIGN,
@@ -38,6 +48,20 @@ Parameters = tuple[F32, ...]  # of groups: the scale, and for some formats the m
 SETS = {8: (8,), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}  # bits of a code -> bits of its sets
 GROUP_TOKENS = 32  # tokens of one channel that share a scale
 MOST_SCALE = 65504.0  # a larger scale, of values that f16 would not hold, is stored as this
+UNUSED = 0xFFFF  # the place of an outlier that is none
+
+
+@dataclass(frozen=True, eq=False)
+class HeadNumbers:
+    """What lies outside the pages of one layer's keys or values of one KV head.
+
+    `scale` and `centre` broadcast against a group, f32: one number for fp8, [d] for the keys of
+    nuq. None: the format needs no such number here, or does without.
+    """
+
+    scale: F32 | np.float32 | None = None
+    centre: F32 | np.float32 | None = None
+    levels: F32 | None = None  # f32 [2**bits], rising, from -1 to 1
 
 
 class CodedFormat(BlockFormat):
@@ -48,43 +72,75 @@ class CodedFormat(BlockFormat):
     key_axis: ClassVar[Axis] = "block"
     value_axis: ClassVar[Axis] = "block"
     n_parameters: ClassVar[int] = 1  # float16 numbers of a group: a scale, and perhaps a minimum
+    # what a calibration file holds for it: a scale, which is 1 without one, or what it cannot do
+    # without: levels, and ranges of key channels
+    calibration: ClassVar[Literal["none", "scale", "levels"]] = "none"
+    key_position: ClassVar[Literal["write", "read"]] = "write"  # when RoPE turns the keys
+    outliers: Fraction = Fraction(0)  # percent of a page's values that it also keeps as float16
 
-    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
+    def quantize(self, x: F32, numbers: HeadNumbers | None = None) -> tuple[U8, Parameters]:
         """f32 [..., n], a group of n values -> codes u8 [..., n], parameters f32 [..., 1].
 
-        n is 32 or less for blocks, and the head's width for tokens. `scale` is that of a format
-        whose axis is "head", f32 and broadcast. A page keeps parameters as float16, to which a
-        format rounds them only where its codes depend on it.
+        n is 32 or less for blocks, and the head's width for tokens and heads. A page keeps
+        parameters as float16, to which a format rounds them only where its codes depend on it.
         """
         raise NotImplementedError
 
-    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+    def dequantize(
+        self, codes: U8, parameters: Parameters, numbers: HeadNumbers | None = None
+    ) -> F32:
         """The values f32 [..., n] of what `quantize` returns."""
         raise NotImplementedError
+
+    def with_options(self, options: str) -> CodedFormat:
+        """The format with the options after the colon.  Raises ConfigError: it has no such."""
+        raise ConfigError(f"cache type {self.name} takes no options, and '{options}' was given")
+
+    def within(self, x: F32, numbers: HeadNumbers | None) -> tuple[F32, Parameters]:
+        """f32 [..., n] -> where each value lies in its range, -1 to 1, and scale and centre of it.
+
+        For a format with levels.
+        """
+        raise NotImplementedError
+
+    def beyond(self, x: F32, side: Side, numbers: HeadNumbers | None) -> F32:
+        """f32 [64, d] -> how far each value lies outside its range; for a format with outliers."""
+        raise NotImplementedError
+
+    def n_outliers(self, d: int) -> int:
+        """Entries for outliers in a page of a head of width d."""
+        return math.ceil(self.outliers * PAGE_TOKENS * d / 100)
 
     # pages
 
     def page_bytes(self, d: int, side: Side, n: int = PAGE_TOKENS) -> int:
         """Bytes of a page for a head of width d.  Raises FormatError: n is not 64."""
         self._check_tokens(n)
+        if self.outliers and PAGE_TOKENS * padded(d) > UNUSED:
+            raise FormatError(f"{self.name}: a place is 16 bits, too few for a head of width {d}")
         used = self._code_bytes(d, side) + 2 * self.n_parameters * self._groups(d, side)
+        used += 4 * self.n_outliers(d)
         return -(-used // PAGE_ALIGN) * PAGE_ALIGN
 
-    def encode_keys(self, x: F32, scale: F32 | None = None) -> U8:
+    def encode_keys(self, x: F32, numbers: HeadNumbers | None = None) -> U8:
         """f32 [64, d] -> a key page, u8.  Raises FormatError: another number of tokens."""
         n, d = x.shape
         self._check_tokens(n)
+        n_bytes = self.page_bytes(d, "key")
+        x, outliers = self.set_apart(x, "key", numbers)
         codes, arrays = np.empty((d, PAGE_TOKENS), np.uint8), []
         for place, group in _key_groups(x, self.key_axis):
-            c, parameters = self._quantize(group, scale)
+            c, parameters = self._quantize(group, numbers)
             codes[place] = _back(c, self.key_axis)
             arrays.append(parameters)
-        return self._page(codes.reshape(-1, RUN), arrays, self.page_bytes(d, "key"))
+        return self._page(codes.reshape(-1, RUN), arrays, outliers, n_bytes)
 
-    def decode_keys(self, page: U8, d: int, n: int = PAGE_TOKENS, scale: F32 | None = None) -> F32:
+    def decode_keys(
+        self, page: U8, d: int, n: int = PAGE_TOKENS, numbers: HeadNumbers | None = None
+    ) -> F32:
         """A key page, u8 -> f32 [64, d].  Raises FormatError: another size, or n is not 64."""
         self._check_tokens(n)
-        codes, flat = self._parts(page, d, "key")
+        codes, flat, outliers = self._parts(page, d, "key")
         codes = codes.reshape(d, PAGE_TOKENS)
         out, at = np.empty((d, PAGE_TOKENS), np.float32), 0
         for place, group in _key_groups(codes.T, self.key_axis):
@@ -92,35 +148,37 @@ class CodedFormat(BlockFormat):
             parameters = tuple(
                 p[at : at + count].reshape(*group.shape[:-1], 1) for p in flat if len(p)
             )
-            out[place] = _back(self.dequantize(group, parameters, scale), self.key_axis)
+            out[place] = _back(self.dequantize(group, parameters, numbers), self.key_axis)
             at += count
-        return out.T
+        return _put(out.T, "key", outliers)
 
-    def encode_values(self, x: F32, scale: F32 | None = None) -> U8:
+    def encode_values(self, x: F32, numbers: HeadNumbers | None = None) -> U8:
         """f32 [64, d] -> a value page, u8.  Raises FormatError: another number of tokens."""
         n, d = x.shape
         self._check_tokens(n)
-        codes, arrays = np.zeros((PAGE_TOKENS, padded(d)), np.uint8), []
+        n_bytes = self.page_bytes(d, "value")
+        x, outliers = self.set_apart(x, "value", numbers)
+        codes, arrays = np.zeros((PAGE_TOKENS, d), np.uint8), []
         for first, stop in _value_blocks(d, self.value_axis):
-            codes[:, first:stop], parameters = self._quantize(x[:, first:stop], scale)
+            codes[:, first:stop], parameters = self._quantize(x[:, first:stop], numbers)
             arrays.append(parameters)
-        runs = codes.reshape(PAGE_TOKENS, -1, VALUE_CHANNELS).transpose(1, 0, 2)
-        return self._page(runs.reshape(-1, RUN), arrays, self.page_bytes(d, "value"))
+        runs = _in_run_order(codes, "value", np.uint8(0)).reshape(-1, RUN)
+        return self._page(runs, arrays, outliers, n_bytes)
 
     def decode_values(
-        self, page: U8, d: int, n: int = PAGE_TOKENS, scale: F32 | None = None
+        self, page: U8, d: int, n: int = PAGE_TOKENS, numbers: HeadNumbers | None = None
     ) -> F32:
         """A value page, u8 -> f32 [64, d].  Raises FormatError: as `decode_keys`."""
         self._check_tokens(n)
-        runs, flat = self._parts(page, d, "value")
+        runs, flat, outliers = self._parts(page, d, "value")
         blocks = runs.reshape(-1, PAGE_TOKENS, VALUE_CHANNELS)
         codes = blocks.transpose(1, 0, 2).reshape(PAGE_TOKENS, -1)
         out = np.empty((PAGE_TOKENS, d), np.float32)
         for i, (first, stop) in enumerate(_value_blocks(d, self.value_axis)):
             tokens = slice(i * PAGE_TOKENS, (i + 1) * PAGE_TOKENS)
             parameters = tuple(p[tokens, None] for p in flat if self.value_axis != "head")
-            out[:, first:stop] = self.dequantize(codes[:, first:stop], parameters, scale)
-        return out
+            out[:, first:stop] = self.dequantize(codes[:, first:stop], parameters, numbers)
+        return _put(out, "value", outliers)
 
     # parts of a page
 
@@ -143,25 +201,52 @@ class CodedFormat(BlockFormat):
         if n != PAGE_TOKENS:
             raise FormatError(f"{self.name}: a page takes {PAGE_TOKENS} tokens, not {n}")
 
-    def _quantize(self, x: F32, scale: F32 | None) -> tuple[U8, Parameters]:
+    def _quantize(self, x: F32, numbers: HeadNumbers | None) -> tuple[U8, Parameters]:
         # a group of zeros has no inverse scale, and one past f16's range may overflow: both are
         # dealt with after the fact
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            return self.quantize(x, scale)
+            return self.quantize(x, numbers)
 
-    def _page(self, runs: U8, arrays: list[Parameters], n_bytes: int) -> U8:
+    def set_apart(self, x: F32, side: Side, numbers: HeadNumbers | None) -> tuple[F32, U8]:
+        """What the codes are of, and the page's outliers as bytes.
+
+        Of the values beyond their ranges the farthest are taken, of equally far ones the first in
+        run order. For the ranges of the rest they count as the nearest value that was left.
+        """
+        n = self.n_outliers(x.shape[1])
+        if n == 0:
+            return x, np.empty(0, np.uint8)
+        distance = _in_run_order(self.beyond(x, side, numbers), side, np.float32(0))
+        farthest = np.argsort(-distance, kind="stable")[:n]
+        places = np.sort(farthest[distance[farthest] > 0])
+        slots = np.zeros((2, n), "<u2")
+        slots[0] = UNUSED
+        slots[0, : len(places)] = places
+        values = _in_run_order(x, side, np.float32(0))[places]
+        limited = np.clip(values, -MOST_SCALE, MOST_SCALE)
+        slots[1, : len(places)] = limited.astype("<f2").view("<u2")
+        out = slots.reshape(-1).view(np.uint8)
+        if side == "key":  # whose ranges do not depend on what is left
+            return x, out
+        left = np.ones(x.shape, bool)
+        left[_at(places, side)] = False
+        low = x.min(-1, keepdims=True, where=left, initial=np.inf)
+        high = x.max(-1, keepdims=True, where=left, initial=-np.inf)
+        return np.clip(x, low, high), out
+
+    def _page(self, runs: U8, arrays: list[Parameters], outliers: U8, n_bytes: int) -> U8:
         parts = [_pack(runs, self.bits)]
         for i in range(self.n_parameters if arrays and arrays[0] else 0):
             joined = np.concatenate([np.ravel(p[i]) for p in arrays])
             stored = np.clip(joined, -MOST_SCALE, MOST_SCALE).astype("<f2")
             parts.append(stored.view(np.uint8))
         page = np.zeros(n_bytes, np.uint8)
-        used = np.concatenate(parts)
+        used = np.concatenate([*parts, outliers])
         page[: len(used)] = used
         return page
 
-    def _parts(self, page: U8, d: int, side: Side) -> tuple[U8, list[F32]]:
-        """A page's codes as runs, and its parameters, flat."""
+    def _parts(self, page: U8, d: int, side: Side) -> tuple[U8, list[F32], U8]:
+        """A page's codes as runs, its parameters, flat, and its outliers as bytes."""
         n_bytes = self.page_bytes(d, side)
         if page.shape != (n_bytes,):
             raise FormatError(
@@ -169,10 +254,57 @@ class CodedFormat(BlockFormat):
             )
         n_codes, n = self._code_bytes(d, side), self._groups(d, side)
         runs = (d if side == "key" else padded(d)) * PAGE_TOKENS // RUN
-        flat = np.ascontiguousarray(page[n_codes : n_codes + 2 * n * self.n_parameters])
-        numbers = flat.view("<f2").astype(np.float32)
-        parameters = [numbers[i * n : (i + 1) * n] for i in range(self.n_parameters)]
-        return _unpack(page[:n_codes], self.bits, runs), parameters
+        end = n_codes + 2 * n * self.n_parameters
+        flat = np.ascontiguousarray(page[n_codes:end]).view("<f2").astype(np.float32)
+        parameters = [flat[i * n : (i + 1) * n] for i in range(self.n_parameters)]
+        outliers = np.ascontiguousarray(page[end : end + 4 * self.n_outliers(d)])
+        return _unpack(page[:n_codes], self.bits, runs), parameters, outliers
+
+
+@cache
+def find(spec: str) -> BlockFormat:
+    """The format of a type's name, with the options after a colon: `nuq3:outliers=1%`.
+
+    Raises UnsupportedError: there is no such type; ConfigError: it has no such options.
+    """
+    name, colon, options = spec.partition(":")
+    plain: BlockFormat = registry.find("formats", name, "cache type").FORMAT
+    if not colon:
+        return plain
+    if not isinstance(plain, CodedFormat):
+        raise ConfigError(f"cache type {name} takes no options, and '{options}' was given")
+    return plain.with_options(options)
+
+
+def half(x: npt.NDArray[Any]) -> F32:
+    """Rounded to float16, kept as float32; larger values are clamped."""
+    limited: F32 = np.clip(x, -MOST_SCALE, MOST_SCALE)
+    return limited.astype(np.float16).astype(np.float32)
+
+
+def _in_run_order(x: npt.NDArray[Any], side: Side, fill: Any) -> npt.NDArray[Any]:
+    """[64, d] -> flat, in the order of a page's runs; padded channels of values hold `fill`."""
+    if side == "key":
+        return x.T.reshape(-1)
+    d = x.shape[1]
+    filled = np.pad(x, ((0, 0), (0, padded(d) - d)), constant_values=fill)
+    return filled.reshape(PAGE_TOKENS, -1, VALUE_CHANNELS).transpose(1, 0, 2).reshape(-1)
+
+
+def _at(places: npt.NDArray[Any], side: Side) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Tokens and channels of places in run order."""
+    if side == "key":
+        return places % PAGE_TOKENS, places // PAGE_TOKENS
+    block, inside = np.divmod(places, PAGE_TOKENS * VALUE_CHANNELS)
+    return inside // VALUE_CHANNELS, block * VALUE_CHANNELS + inside % VALUE_CHANNELS
+
+
+def _put(x: F32, side: Side, outliers: U8) -> F32:
+    """x [64, d] with the outliers, as a page holds them, in their places."""
+    places, values = outliers.view("<u2").reshape(2, -1)
+    used = places != UNUSED
+    x[_at(places[used].astype(np.int64), side)] = values[used].view("<f2")
+    return x
 
 
 def _key_groups(x: npt.NDArray[Any], axis: Axis) -> list[tuple[Any, npt.NDArray[Any]]]:

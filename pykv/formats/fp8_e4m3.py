@@ -16,20 +16,20 @@ from typing import ClassVar
 import numpy as np
 
 from pykv.formats.base import F32, U8
-from pykv.formats.coded import CodedFormat, Parameters
+from pykv.formats.coded import CodedFormat, HeadNumbers, Parameters
 
 
 class E4M3(CodedFormat):
     """Four exponent and three mantissa bits."""
 
-    bits, key_axis, value_axis, n_parameters = 8, "head", "head", 0
+    bits, key_axis, value_axis, n_parameters, calibration = 8, "head", "head", 0, "scale"
     mantissa_bits: ClassVar[int] = 3
     bias: ClassVar[int] = 7
     largest: ClassVar[int] = 0x7E  # the code of the largest finite value
 
-    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
+    def quantize(self, x: F32, numbers: HeadNumbers | None = None) -> tuple[U8, Parameters]:
         """The nearest float8 of x / scale, of two the even one."""
-        y = x if scale is None else x / scale
+        y = x if numbers is None or numbers.scale is None else x / numbers.scale
         size = np.abs(y)
         least = 1 - self.bias
         exponent = np.where(size > 0, np.maximum(np.frexp(size)[1] - 1, least), least)
@@ -39,7 +39,9 @@ class E4M3(CodedFormat):
         codes = np.minimum(base + units, self.largest).astype(np.uint8)
         return codes | np.where(np.signbit(y), np.uint8(128), np.uint8(0)), ()
 
-    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+    def dequantize(
+        self, codes: U8, parameters: Parameters, numbers: HeadNumbers | None = None
+    ) -> F32:
         """scale * the code's value."""
         size = codes & np.uint8(127)
         exponent = np.maximum(size >> np.uint8(self.mantissa_bits), np.uint8(1))
@@ -49,7 +51,7 @@ class E4M3(CodedFormat):
         magnitude: F32 = np.ldexp(units.astype(np.float32), power).astype(np.float32)
         magnitude[size > self.largest] = np.nan
         value: F32 = np.where(codes > 127, -magnitude, magnitude)
-        return value if scale is None else value * scale
+        return value if numbers is None or numbers.scale is None else value * numbers.scale
 
 
 FORMAT = E4M3()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykv.formats.base import F32, U8
-from pykv.formats.coded import MOST_SCALE, CodedFormat, Parameters
+from pykv.formats.coded import MOST_SCALE, CodedFormat, HeadNumbers, Parameters
 
 
 class Int8(CodedFormat):
@@ -20,7 +20,7 @@ class Int8(CodedFormat):
 
     bits, key_axis, value_axis = 8, "token", "token"
 
-    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
+    def quantize(self, x: F32, numbers: HeadNumbers | None = None) -> tuple[U8, Parameters]:
         """Codes -127 to 127, halves rounded to even; 0 where the scale is 0."""
         top = np.abs(x).max(-1, keepdims=True) / np.float32(127)
         s = np.minimum(top, np.float32(MOST_SCALE)).astype(np.float16).astype(np.float32)
@@ -28,7 +28,9 @@ class Int8(CodedFormat):
         q = np.clip(np.rint(ratio), -127, 127)
         return q.astype(np.int8).view(np.uint8), (s,)
 
-    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+    def dequantize(
+        self, codes: U8, parameters: Parameters, numbers: HeadNumbers | None = None
+    ) -> F32:
         """s * code."""
         return parameters[0] * codes.view(np.int8).astype(np.float32)
 

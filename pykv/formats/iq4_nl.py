@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykv.formats.base import F32, U8, Blocks, bit_fields, extreme, join_nibbles, reciprocal
-from pykv.formats.coded import CodedFormat, Parameters
+from pykv.formats.coded import CodedFormat, HeadNumbers, Parameters
 
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MIDDLES = (np.array(TABLE[:-1], np.float32) + np.array(TABLE[1:], np.float32)) / 2
@@ -31,7 +31,7 @@ class IQ4_NL(CodedFormat):
     bits, residual, transform = 4, 64, "hadamard"
     layout = np.dtype([("d", "<f2", (1, 1)), ("qs", "u1", (16,))])
 
-    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
+    def quantize(self, x: F32, numbers: HeadNumbers | None = None) -> tuple[U8, Parameters]:
         """Nearest steps for a first scale, then the scale that fits them best.
 
         An error is weighted by the square of the value, as ggml does without importances; its
@@ -52,7 +52,9 @@ class IQ4_NL(CodedFormat):
         d = np.where(np.isfinite(d), d, first)
         return np.where(tiny, np.uint8(0), codes), (d,)
 
-    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+    def dequantize(
+        self, codes: U8, parameters: Parameters, numbers: HeadNumbers | None = None
+    ) -> F32:
         """d * TABLE[code]."""
         return parameters[0] * np.array(TABLE, np.float32)[codes]
 

@@ -11,19 +11,10 @@ for what a float16 holds.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
 from pykv.formats.base import F32, U8
-from pykv.formats.coded import MOST_SCALE, CodedFormat, Parameters
-
-
-def _half(x: npt.NDArray[Any]) -> F32:
-    """Rounded to float16, kept as float32; larger values are clamped."""
-    limited: F32 = np.clip(x, -MOST_SCALE, MOST_SCALE)
-    return limited.astype(np.float16).astype(np.float32)
+from pykv.formats.coded import CodedFormat, HeadNumbers, Parameters, half
 
 
 class Kivi4(CodedFormat):
@@ -31,17 +22,19 @@ class Kivi4(CodedFormat):
 
     bits, key_axis, value_axis, n_parameters, residual = 4, "channel", "block", 2, 64
 
-    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
+    def quantize(self, x: F32, numbers: HeadNumbers | None = None) -> tuple[U8, Parameters]:
         """Codes 0 to 2**bits - 1, halves rounded to even; 0 where the scale is 0."""
         low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
         most = np.float32(2**self.bits - 1)
-        m = _half(low)
+        m = half(low)
         # of a group whose minimum was rounded up past its maximum the scale is negative
-        s = _half((high - m) / most)
+        s = half((high - m) / most)
         ratio = np.divide(x - m, s, out=np.zeros_like(x), where=s != 0)
         return np.clip(np.rint(ratio), 0, most).astype(np.uint8), (s, m)
 
-    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+    def dequantize(
+        self, codes: U8, parameters: Parameters, numbers: HeadNumbers | None = None
+    ) -> F32:
         """s * code + m."""
         s, m = parameters
         return s * codes.astype(np.float32) + m

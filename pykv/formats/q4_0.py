@@ -20,7 +20,7 @@ from pykv.formats.base import (
     join_nibbles,
     reciprocal,
 )
-from pykv.formats.coded import CodedFormat, Parameters
+from pykv.formats.coded import CodedFormat, HeadNumbers, Parameters
 
 
 class Q4_0(CodedFormat):
@@ -30,12 +30,14 @@ class Q4_0(CodedFormat):
     bits, residual, transform = 4, 64, "hadamard"
     layout = np.dtype([("d", "<f2", (1, 1)), ("qs", "u1", (16,))])
 
-    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
+    def quantize(self, x: F32, numbers: HeadNumbers | None = None) -> tuple[U8, Parameters]:
         """The value of largest magnitude gets code 0."""
         d = extreme(x) * np.float32(-1 / 8)
         return np.minimum(x * reciprocal(d) + np.float32(8.5), 15).astype(np.uint8), (d,)
 
-    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+    def dequantize(
+        self, codes: U8, parameters: Parameters, numbers: HeadNumbers | None = None
+    ) -> F32:
         """d * (code - 8)."""
         return parameters[0] * (codes.astype(np.float32) - 8)
 

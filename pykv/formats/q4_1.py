@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykv.formats.base import F32, U8, Blocks, bit_fields, join_nibbles, reciprocal
-from pykv.formats.coded import CodedFormat, Parameters
+from pykv.formats.coded import CodedFormat, HeadNumbers, Parameters
 
 
 class Q4_1(CodedFormat):
@@ -22,14 +22,16 @@ class Q4_1(CodedFormat):
     bits, residual, transform, n_parameters = 4, 64, "hadamard", 2
     layout = np.dtype([("d", "<f2", (1, 1)), ("m", "<f2", (1, 1)), ("qs", "u1", (16,))])
 
-    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
+    def quantize(self, x: F32, numbers: HeadNumbers | None = None) -> tuple[U8, Parameters]:
         """Codes count from the block's minimum, before that is rounded to half precision."""
         m = x.min(-1, keepdims=True)
         d = (x.max(-1, keepdims=True) - m) / 15
         q = np.minimum((x - m) * reciprocal(d) + np.float32(0.5), 15).astype(np.uint8)
         return q, (d, m)
 
-    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+    def dequantize(
+        self, codes: U8, parameters: Parameters, numbers: HeadNumbers | None = None
+    ) -> F32:
         """d * code + m."""
         d, m = parameters
         return d * codes.astype(np.float32) + m

@@ -21,7 +21,7 @@ from pykv.formats.base import (
     join_nibbles,
     reciprocal,
 )
-from pykv.formats.coded import CodedFormat, Parameters
+from pykv.formats.coded import CodedFormat, HeadNumbers, Parameters
 
 
 def split_fifth(q: U8) -> tuple[U8, U8]:
@@ -44,12 +44,14 @@ class Q5_0(CodedFormat):
     bits, residual, transform = 5, 64, "hadamard"
     layout = np.dtype([("d", "<f2", (1, 1)), ("qh", "u1", (4,)), ("qs", "u1", (16,))])
 
-    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
+    def quantize(self, x: F32, numbers: HeadNumbers | None = None) -> tuple[U8, Parameters]:
         """The value of largest magnitude gets code 0."""
         d = extreme(x) * np.float32(-1 / 16)
         return np.minimum(x * reciprocal(d) + np.float32(16.5), 31).astype(np.uint8), (d,)
 
-    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+    def dequantize(
+        self, codes: U8, parameters: Parameters, numbers: HeadNumbers | None = None
+    ) -> F32:
         """d * (code - 16)."""
         return parameters[0] * (codes.astype(np.float32) - 16)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykv.formats.base import F32, U8, Blocks, reciprocal
-from pykv.formats.coded import CodedFormat, Parameters
+from pykv.formats.coded import CodedFormat, HeadNumbers, Parameters
 from pykv.formats.q5_0 import join_fifth, split_fifth
 
 
@@ -25,14 +25,16 @@ class Q5_1(CodedFormat):
         [("d", "<f2", (1, 1)), ("m", "<f2", (1, 1)), ("qh", "u1", (4,)), ("qs", "u1", (16,))]
     )
 
-    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
+    def quantize(self, x: F32, numbers: HeadNumbers | None = None) -> tuple[U8, Parameters]:
         """Codes count from the block's minimum, before that is rounded to half precision."""
         m = x.min(-1, keepdims=True)
         d = (x.max(-1, keepdims=True) - m) / 31
         q = np.minimum((x - m) * reciprocal(d) + np.float32(0.5), 31).astype(np.uint8)
         return q, (d, m)
 
-    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+    def dequantize(
+        self, codes: U8, parameters: Parameters, numbers: HeadNumbers | None = None
+    ) -> F32:
         """d * code + m."""
         d, m = parameters
         return d * codes.astype(np.float32) + m

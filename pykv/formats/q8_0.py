@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykv.formats.base import F32, U8, Blocks, reciprocal
-from pykv.formats.coded import CodedFormat, Parameters
+from pykv.formats.coded import CodedFormat, HeadNumbers, Parameters
 
 
 class Q8_0(CodedFormat):
@@ -21,7 +21,7 @@ class Q8_0(CodedFormat):
     bits = 8
     layout = np.dtype([("d", "<f2", (1,)), ("qs", "i1", (32,))])
 
-    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
+    def quantize(self, x: F32, numbers: HeadNumbers | None = None) -> tuple[U8, Parameters]:
         """Codes -127 to 127, halves rounded away from zero."""
         d = np.abs(x).max(-1, keepdims=True) / 127
         scaled = x * reciprocal(d)
@@ -30,7 +30,9 @@ class Q8_0(CodedFormat):
         q = whole + np.trunc(2 * (scaled - whole))
         return q.astype(np.int8).view(np.uint8), (d,)
 
-    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+    def dequantize(
+        self, codes: U8, parameters: Parameters, numbers: HeadNumbers | None = None
+    ) -> F32:
         """d * code."""
         return parameters[0] * codes.view(np.int8).astype(np.float32)
 

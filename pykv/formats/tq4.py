@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykv.formats.base import F32, U8
-from pykv.formats.coded import CodedFormat, Parameters
+from pykv.formats.coded import CodedFormat, HeadNumbers, Parameters
 
 UPPER = (0.1284, 0.3880, 0.6568, 0.9423, 1.2562, 1.6180, 2.0690, 2.7326)
 
@@ -40,7 +40,7 @@ class Tq4(CodedFormat):
     bits, key_axis, value_axis, residual, transform = 4, "token", "token", 64, "random"
     levels: ClassVar[tuple[float, ...]] = mirrored(UPPER)
 
-    def quantize(self, x: F32, scale: F32 | None = None) -> tuple[U8, Parameters]:
+    def quantize(self, x: F32, numbers: HeadNumbers | None = None) -> tuple[U8, Parameters]:
         """The nearest level of x * sqrt(n) / |x|, the upper one of two; lengths in float64."""
         levels = np.array(self.levels, np.float32)
         length = _length(x)
@@ -49,7 +49,9 @@ class Tq4(CodedFormat):
         codes = np.searchsorted(middles, x * unit.astype(np.float32), side="right")
         return codes.astype(np.uint8), ((length / _length(levels[codes])).astype(np.float32),)
 
-    def dequantize(self, codes: U8, parameters: Parameters, scale: F32 | None = None) -> F32:
+    def dequantize(
+        self, codes: U8, parameters: Parameters, numbers: HeadNumbers | None = None
+    ) -> F32:
         """scale * LEVELS[code]."""
         return parameters[0] * np.array(self.levels, np.float32)[codes]
 

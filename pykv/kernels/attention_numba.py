@@ -21,6 +21,7 @@ import numpy as np
 from pykv.kernels.jit_numba import device
 from pykv.kernels.math_numba import exp16
 from pykv.kernels.plain_numba import PAGE
+from pykv.kernels.position_numba import turn_back
 from pykv.kernels.simd import (
     maximum,
     reduce_add,
@@ -44,6 +45,8 @@ RECORD = 128  # bytes
 MASKED = np.float32(-3e38)
 SUMS_BYTES = 2 * ROW_BYTES
 GROUP = 1
+READ = False  # whether keys lie in the pages as they were before RoPE
+TURNED_BYTES = 4 * ROW_BYTES
 _stub = device(lambda *args: None)
 scores_page = scores_tail = mix_page = mix_tail = one_chunk = _stub
 
@@ -72,7 +75,7 @@ def mask(row, start, count, low, high):
 
 def walk_chunk(
     q, q_pages, keys, values, first, last, sinks, encoded, position, low, d_k, d_v, page_k, page_v,
-    extra_k, extra_v, scratch, partial, partial_pages, out_stride, stats, stats_stride,
+    extra_k, extra_v, turns, scratch, partial, partial_pages, out_stride, stats, stats_stride,
 ):  # fmt: skip
     """Table entries `first` to `last` for one row: scores, their softmax, the values' sum.
 
@@ -80,13 +83,23 @@ def walk_chunk(
     query of their own, and where values are mapped their sum goes to a place of its own.
     """
     stride = CHUNK * PAGE * 4
+    turned = stack(TURNED_BYTES)
     for e in range(first, last + 1):
         at = scratch + (e - first) * PAGE * 4
         page = scalar_i64(keys + e * 8)
         # after the last page of keys come the first one's values
         ahead = scalar_i64(keys + (e + 1) * 8) if e < last else scalar_i64(values + first * 8)
         start, count = sinks + (e - 1) * PAGE, PAGE
-        if e == 0:
+        if READ:
+            turn_back(q, d_k, GROUP, turns, e, turned)
+            slots = sink_slots(sinks) if e == 0 else PAGE
+            if 0 < e <= encoded:
+                scores_page(turned, d_k * 4, page, ahead, d_k, PAGE, at, stride, extra_k, turns)
+            else:
+                scores_tail(turned, d_k * 4, page, ahead, d_k, slots, at, stride, 0, turns)
+            if e == 0:
+                start, count = 0, sinks
+        elif e == 0:
             start, count = 0, sinks
             scores_tail(q, d_k * 4, page, ahead, d_k, sink_slots(sinks), at, stride, 0)
         elif e <= encoded:
@@ -128,7 +141,8 @@ def walk_chunk(
 # ctx: records, rows (address of int32 record numbers), n_rows, q, q_stride, d_k, d_v, n_kv, group,
 # first head of the tile, tiles per KV head, chunks, partial, stats, scratch, scratch per worker,
 # q for pages, its stride, d_k and d_v of pages, whether the values of pages are mapped, and of the
-# formats' extra float32 for keys and values address and bytes per KV head
+# formats' extra float32 for keys and values address and bytes per KV head, and the address of
+# position_numba.py's numbers
 def attend_rows(ctx, task, worker):
     """One chunk of the cache for one row and GROUP query heads: partial sums, maximum, total."""
     chunks, tiles, n_kv = scalar_i64(ctx + 88), scalar_i64(ctx + 80), scalar_i64(ctx + 56)
@@ -172,7 +186,8 @@ def attend_rows(ctx, task, worker):
         partial_pages = partial + width * 4 if size > width else partial
         one_chunk(
             q, q_pages, keys, values, first, last, sinks, encoded, position, low, d_k, d_v,
-            page_k, page_v, extra_k, extra_v, scratch, partial, partial_pages, out_stride,
+            page_k, page_v, extra_k, extra_v, scalar_i64(ctx + 200), scratch, partial,
+            partial_pages, out_stride,
             stats, chunks * 8,
         )  # fmt: skip
 

@@ -22,6 +22,14 @@ def unpack(block, part):
     return load_bf16(block), load_bf16(block + 32)
 
 
-encode_keys, encode_values, scores, mix, read_keys, read_values, write_key, write_value = (
-    plain_numba.cache_functions("bf16", 2, load_bf16, store_bf16, put_bf16)
-)
+(
+    encode_keys,
+    encode_values,
+    scores,
+    mix,
+    read_keys,
+    read_values,
+    write_key,
+    write_value,
+    scores_read,
+) = plain_numba.cache_functions("bf16", 2, load_bf16, store_bf16, put_bf16)

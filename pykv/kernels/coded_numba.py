@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from pykv.kernels import coded_pages_numba as pages
+from pykv.kernels import outliers_numba, position_numba
 from pykv.kernels.coded_pages_numba import MOST_WIDTH
 from pykv.kernels.jit_numba import bind, device, inlined
 from pykv.kernels.plain_numba import PAGE
@@ -45,10 +46,10 @@ from pykv.kernels.simd_memory import (
 
 f = np.float32
 BITS = GROUP = PARAMETERS = 1
-BY_BLOCK = True
+BY_BLOCK = HAS_OUTLIERS = True
 SCALED_BYTES = 8 * 4 * MOST_WIDTH  # a query for each half of a page and each head
 _stub = inlined(lambda *args: None)
-key_levels = value_levels = _stub
+key_levels = value_levels = value_outliers = _stub
 
 
 # scores: the query times codes, then the scales
@@ -62,7 +63,7 @@ def _scores_block(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
         last = min(block * 32 + 32, d)
         for i in range(block * 32, last):
             prefetch(ahead + i * 8 * BITS)
-            v, w, x, y = key_levels(page, d, i)
+            v, w, x, y = key_levels(page, d, i, extra)
             a = add_products(a, q + i * 4, q_stride, v)
             b = add_products(b, q + i * 4, q_stride, w)
             c = add_products(c, q + i * 4, q_stride, x)
@@ -94,7 +95,7 @@ def _scores_token(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
     a, b, c, e = zeros(GROUP), zeros(GROUP), zeros(GROUP), zeros(GROUP)
     for i in range(d):
         prefetch(ahead + i * 8 * BITS)
-        v, w, x, y = key_levels(page, d, i)
+        v, w, x, y = key_levels(page, d, i, extra)
         a = add_products(a, q + i * 4, q_stride, v)
         b = add_products(b, q + i * 4, q_stride, w)
         c = add_products(c, q + i * 4, q_stride, x)
@@ -110,7 +111,7 @@ def _scores_head(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
     a, b, c, e = zeros(GROUP), zeros(GROUP), zeros(GROUP), zeros(GROUP)
     for i in range(d):
         prefetch(ahead + i * 8 * BITS)
-        v, w, x, y = key_levels(page, d, i)
+        v, w, x, y = key_levels(page, d, i, extra)
         a = add_products(a, q + i * 4, q_stride, v)
         b = add_products(b, q + i * 4, q_stride, w)
         c = add_products(c, q + i * 4, q_stride, x)
@@ -149,7 +150,7 @@ def _scores_channel(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
     low, high = scaled, scaled + GROUP * row
     for i in range(d):
         prefetch(ahead + i * 8 * BITS)
-        v, w, x, y = key_levels(page, d, i)
+        v, w, x, y = key_levels(page, d, i, extra)
         a = add_products(a, low + i * 4, row, v)
         b = add_products(b, low + i * 4, row, w)
         c = add_products(c, high + i * 4, row, x)
@@ -184,13 +185,13 @@ def _mix_scaled(p, p_stride, entries, count, tokens, slots, d, out, out_stride, 
                 for g in range(GROUP):
                     store_f32(scaled + g * 256 + to, load_f32(from_ + g * p_stride) * scale)
                 if PARAMETERS == 2:
-                    minimum = load_f16(scales + blocks * 128 + j * 32)
+                    minimum = load_f16(scales + (blocks if BY_BLOCK else 1) * 128 + j * 32)
                     for g in range(GROUP):
                         more = load_f32(from_ + g * p_stride) * minimum
                         store_f32(least + g * 64, load_f32(least + g * 64) + more)
             for t in range(0, PAGE, 4):
                 prefetch(ahead + t * 4 * BITS)
-                u, v, w, x, y, z, k, m = value_levels(page, d, block, t)
+                u, v, w, x, y, z, k, m = value_levels(page, d, block, t, extra)
                 a = add_products(a, scaled + t * 4, 256, u)
                 b = add_products(b, scaled + t * 4, 256, v)
                 c = add_products(c, scaled + t * 4 + 4, 256, w)
@@ -207,6 +208,10 @@ def _mix_scaled(p, p_stride, entries, count, tokens, slots, d, out, out_stride, 
             a, b = add_products(a, least, 64, one), add_products(b, least, 64, one)
         store_group(at, out_stride, a)
         store_group(at + 64, out_stride, b)
+    if HAS_OUTLIERS:
+        for i in range(count):
+            value_outliers(p + i * 256, p_stride, scalar_i64(entries + i * 8), d, out, out_stride,
+                           GROUP, extra)  # fmt: skip
 
 
 def _mix_head(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra):
@@ -220,7 +225,7 @@ def _mix_head(p, p_stride, entries, count, tokens, slots, d, out, out_stride, ex
             for t in range(0, PAGE, 4):
                 prefetch(ahead + t * 32)
                 prefetch(ahead + t * 32 + 64)
-                u, v, w, x, y, z, k, m = value_levels(page, d, block, t)
+                u, v, w, x, y, z, k, m = value_levels(page, d, block, t, extra)
                 a = add_products(a, from_ + t * 4, p_stride, u)
                 b = add_products(b, from_ + t * 4, p_stride, v)
                 c = add_products(c, from_ + t * 4 + 4, p_stride, w)
@@ -235,8 +240,8 @@ def _mix_head(p, p_stride, entries, count, tokens, slots, d, out, out_stride, ex
         store_group(at + 64, out_stride, add_group_times(before, add_groups(b, e), scale))
 
 
-AXES = {"block": 0, "channel": 1, "token": 2, "head": 3}
-_SCORES = (_scores_block, _scores_channel, _scores_token, _scores_head)
+AXES = {"block": 0, "channel": 1, "token": 2, "head": 3, "range": 4}
+_SCORES = (_scores_block, _scores_channel, _scores_token, _scores_head, _stub)
 
 
 def cache_functions(
@@ -247,10 +252,15 @@ def cache_functions(
     key_axis: str = "block",
     value_axis: str = "block",
     parameters: int = 1,
+    quantize_value: Any = None,
+    outliers: bool = False,
 ) -> tuple[Any, ...]:
-    """encode_keys, encode_values, scores, mix, read_keys, read_values of a format.
+    """encode_keys, encode_values, scores, mix, read_keys, read_values, scores_read of a format.
 
-    `scores` and `mix` still lack GROUP. `level` is `load_level` for codes of eight bits.
+    Those of GROUP query heads, `scores`, `mix` and `scores_read`, still lack it.
+
+    `level` is `load_level` for codes of eight bits; `quantize_value` chooses the codes of values
+    where keys are encoded in another way.
     """
 
     def make(template: Any, **more: Any) -> Any:
@@ -263,12 +273,26 @@ def cache_functions(
         "KEY_AXIS": keys,
         "VALUE_AXIS": values,
         "BY_BLOCK": value_axis == "block",
+        "HAS_OUTLIERS": outliers,
         "quantize": quantize,
     }
     own = {"level": level, "load_level": level}
     names["key_levels"] = inlined(make(KEYS[bits], **own))
     names["value_levels"] = inlined(make(VALUES[bits], **own))
-    encoders = (device(make(t, **names)) for t in (pages._encode_keys, pages._encode_values))
-    readers = (device(make(t, **names)) for t in (pages._read_keys, pages._read_values))
+    names["key_values"] = inlined(make(pages._key_values, **names))
+    if outliers:
+        names["take_key_outliers"] = outliers_numba.take_key_outliers
+        names["take_value_outliers"] = outliers_numba.take_value_outliers
+        names["key_outliers"] = device(make(outliers_numba._key_outliers, **names))
+        names["value_outliers"] = device(make(outliers_numba._value_outliers, **names))
     mix = _mix_head if value_axis == "head" else _mix_scaled
-    return (*encoders, make(_SCORES[keys], **names), make(mix, **names), *readers)
+    of_values = {**names, "quantize": quantize_value or quantize}
+    return (
+        device(make(pages._encode_keys, **names)),
+        device(make(pages._encode_values, **of_values)),
+        make(_SCORES[keys], **names),
+        make(mix, **names),
+        device(make(pages._read_keys, **names)),
+        device(make(pages._read_values, **names)),
+        make(position_numba._scores_read, **names),
+    )

@@ -22,6 +22,14 @@ def unpack(block, part):
     return load_f16(block), load_f16(block + 32)
 
 
-encode_keys, encode_values, scores, mix, read_keys, read_values, write_key, write_value = (
-    plain_numba.cache_functions("f16", 2, load_f16, store_f16, put_f16)
-)
+(
+    encode_keys,
+    encode_values,
+    scores,
+    mix,
+    read_keys,
+    read_values,
+    write_key,
+    write_value,
+    scores_read,
+) = plain_numba.cache_functions("f16", 2, load_f16, store_f16, put_f16)

@@ -22,6 +22,14 @@ def unpack(block, part):
     return load_f32(block), load_f32(block + 64)
 
 
-encode_keys, encode_values, scores, mix, read_keys, read_values, write_key, write_value = (
-    plain_numba.cache_functions("f32", 4, load_f32, store_f32, put_f32)
-)
+(
+    encode_keys,
+    encode_values,
+    scores,
+    mix,
+    read_keys,
+    read_values,
+    write_key,
+    write_value,
+    scores_read,
+) = plain_numba.cache_functions("f32", 4, load_f32, store_f32, put_f32)

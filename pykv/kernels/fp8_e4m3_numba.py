@@ -38,7 +38,7 @@ def _quantize(x, step, n, codes, code_step, extra):
 
 
 @inlined
-def load_level(address):
+def load_level(address, extra):
     """Sixteen float8."""
     return widen_e4m3(address) * splat(TWO_TO_8)
 
@@ -49,6 +49,6 @@ def functions(name: str, mantissa: int, bias: int, largest: int, level: Any) -> 
     return cache_functions(name, 8, device(quantize), level, "head", "head", 0)
 
 
-encode_keys, encode_values, scores, mix, read_keys, read_values = functions(
+encode_keys, encode_values, scores, mix, read_keys, read_values, scores_read = functions(
     "fp8_e4m3", 3, 7, 0x7E, load_level
 )

@@ -8,11 +8,11 @@ from pykv.kernels.simd_codes import widen_e5m2
 
 
 @inlined
-def load_level(address):
+def load_level(address, extra):
     """Sixteen float8."""
     return widen_e5m2(address)
 
 
-encode_keys, encode_values, scores, mix, read_keys, read_values = functions(
+encode_keys, encode_values, scores, mix, read_keys, read_values, scores_read = functions(
     "fp8_e5m2", 2, 15, 0x7B, load_level
 )

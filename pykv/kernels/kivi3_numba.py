@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from pykv.kernels.kivi4_numba import functions
 
-encode_keys, encode_values, scores, mix, read_keys, read_values = functions("kivi3", 3)
+encode_keys, encode_values, scores, mix, read_keys, read_values, scores_read = functions("kivi3", 3)

@@ -30,7 +30,7 @@ def _quantize(x, step, n, codes, code_step, extra):
     return s, m
 
 
-def _level(x):
+def _level(x, extra):
     """The code itself."""
     return table_entry(x, LEVELS)
 
@@ -45,4 +45,4 @@ def functions(name: str, bits: int) -> tuple[Any, ...]:
     return cache_functions(name, bits, quantize, level, "channel", "block", 2)
 
 
-encode_keys, encode_values, scores, mix, read_keys, read_values = functions("kivi4", 4)
+encode_keys, encode_values, scores, mix, read_keys, read_values, scores_read = functions("kivi4", 4)

@@ -17,6 +17,7 @@ the layer and head and lie outside the pages, for formats that have such:
     read_keys(page, d, slots, out, extra)   -> f32 [d][64]
     read_values(page, d, slots, out, extra) -> f32 [ceil(d / 32)][64][32]
     write_key(x, page, d, slots, slot), write_value(...)   one token, for tails
+    scores_read(..., extra, turns)  like `scores`, of keys before RoPE; see position_numba.py
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from pykv.kernels.jit_numba import bind, device
+from pykv.kernels import position_numba
+from pykv.kernels.jit_numba import bind, device, inlined
 from pykv.kernels.simd_control import prefetch
 from pykv.kernels.simd_group import (
     add_products,
@@ -105,6 +107,17 @@ def _read_keys(page, d, slots, out, extra):
             store_f32(out + i * 256 + run * 64, load(page + (i * slots + run * 16) * ITEM))
 
 
+def _key_values(page, d, i, slots, extra):
+    """The keys of channel i, as four vectors; of a shorter page the last again and again."""
+    at, last = page + i * slots * ITEM, slots - 16
+    return (
+        load(at),
+        load(at + min(16, last) * ITEM),
+        load(at + min(32, last) * ITEM),
+        load(at + min(48, last) * ITEM),
+    )
+
+
 def _read_values(page, d, slots, out, extra):
     for block in range((d + 31) // 32):
         for t in range(slots):
@@ -128,13 +141,14 @@ def _write_value(x, page, d, slots, slot):
 
 
 def cache_functions(name: str, item: int, load: Any, store: Any, put: Any) -> tuple[Any, ...]:
-    """The eight functions for a type of `item` bytes; `scores` and `mix` still lack GROUP."""
+    """The nine functions for a type of `item` bytes; those of GROUP heads still lack it."""
     names = {"ITEM": item, "load": load, "store": store, "put": put}
 
     def make(template: Any) -> Any:
         return bind(template, f"{name}{template.__name__}", **names)
 
+    names["key_values"] = inlined(make(_key_values))
     first = tuple(device(make(t)) for t in (_encode_keys, _encode_values))
     grouped = (make(_scores), make(_mix))
     rest = (_read_keys, _read_values, _write_key, _write_value)
-    return (*first, *grouped, *(device(make(t)) for t in rest))
+    return (*first, *grouped, *(device(make(t)) for t in rest), make(position_numba._scores_read))

@@ -1,9 +1,10 @@
 """Where the codes of a page lie, by their bits; layout in formats/coded.py.
 
-Templates: `level` is the format's function from int32 lanes to the float32 that they stand for, of
-which it may look at the lowest bits only; for codes of eight bits `load_level`, from an address.
-    key_levels(page, d, i)              four vectors: the 64 tokens of channel i
-    value_levels(page, d, block, t)     eight: for tokens t to t + 3 the 32 channels of a block
+Templates: `level(codes, extra)` is the format's function from int32 lanes to the float32 that they
+stand for, of which it may look at the lowest bits only; for codes of eight bits it is
+`load_level(address, extra)`.
+    key_levels(page, d, i, extra)           four vectors: the 64 tokens of channel i
+    value_levels(page, d, block, t, extra)  eight: tokens t to t + 3, the 32 channels of a block
 """
 
 from __future__ import annotations
@@ -29,91 +30,132 @@ def code_bytes_values(d, bits):
     return (d + 31) // 32 * 256 * bits
 
 
-def _keys_8(page, d, i):
+def _keys_8(page, d, i, extra):
     at = page + i * 64
-    return load_level(at), load_level(at + 16), load_level(at + 32), load_level(at + 48)
+    return (
+        load_level(at, extra),
+        load_level(at + 16, extra),
+        load_level(at + 32, extra),
+        load_level(at + 48, extra),
+    )
 
 
-def _keys_4(page, d, i):
+def _keys_4(page, d, i, extra):
     low, high = codes16(page + i * 32), codes16(page + i * 32 + 16)
-    return level(low), level(moved(low, 4)), level(high), level(moved(high, 4))
+    return (
+        level(low, extra),
+        level(moved(low, 4), extra),
+        level(high, extra),
+        level(moved(high, 4), extra),
+    )
 
 
-def _keys_2(page, d, i):
+def _keys_2(page, d, i, extra):
     x = codes16(page + i * 16)
-    return level(x), level(moved(x, 2)), level(moved(x, 4)), level(moved(x, 6))
+    return (
+        level(x, extra),
+        level(moved(x, 2), extra),
+        level(moved(x, 4), extra),
+        level(moved(x, 6), extra),
+    )
 
 
-def _keys_5(page, d, i):
+def _keys_5(page, d, i, extra):
     low, high = codes16(page + i * 32), codes16(page + i * 32 + 16)
     fifth = moved_by(codes16(page + d * 32 + i // 2 * 16), i % 2 * 4)
     return (
-        level(picked(low, moved(fifth, -4), 15)),
-        level(picked(moved(low, 4), moved(fifth, -3), 15)),
-        level(picked(high, moved(fifth, -2), 15)),
-        level(picked(moved(high, 4), moved(fifth, -1), 15)),
+        level(picked(low, moved(fifth, -4), 15), extra),
+        level(picked(moved(low, 4), moved(fifth, -3), 15), extra),
+        level(picked(high, moved(fifth, -2), 15), extra),
+        level(picked(moved(high, 4), moved(fifth, -1), 15), extra),
     )
 
 
-def _keys_3(page, d, i):
+def _keys_3(page, d, i, extra):
     x = codes16(page + i * 16)
     third = moved_by(codes16(page + d * 16 + i // 2 * 16), i % 2 * 4)
     return (
-        level(picked(x, moved(third, -2), 3)),
-        level(picked(moved(x, 2), moved(third, -1), 3)),
-        level(picked(moved(x, 4), third, 3)),
-        level(picked(moved(x, 6), moved(third, 1), 3)),
+        level(picked(x, moved(third, -2), 3), extra),
+        level(picked(moved(x, 2), moved(third, -1), 3), extra),
+        level(picked(moved(x, 4), third, 3), extra),
+        level(picked(moved(x, 6), moved(third, 1), 3), extra),
     )
 
 
-def _values_8(page, d, block, t):
+def _values_8(page, d, block, t, extra):
     at = page + (block * 64 + t) * 32
     return (
-        load_level(at), load_level(at + 16), load_level(at + 32), load_level(at + 48),
-        load_level(at + 64), load_level(at + 80), load_level(at + 96), load_level(at + 112),
-    )  # fmt: skip
+        load_level(at, extra),
+        load_level(at + 16, extra),
+        load_level(at + 32, extra),
+        load_level(at + 48, extra),
+        load_level(at + 64, extra),
+        load_level(at + 80, extra),
+        load_level(at + 96, extra),
+        load_level(at + 112, extra),
+    )
 
 
-def _values_4(page, d, block, t):
+def _values_4(page, d, block, t, extra):
     at = page + (block * 64 + t) * 16
     a, b, c, e = codes16(at), codes16(at + 16), codes16(at + 32), codes16(at + 48)
     return (
-        level(a), level(moved(a, 4)), level(b), level(moved(b, 4)),
-        level(c), level(moved(c, 4)), level(e), level(moved(e, 4)),
-    )  # fmt: skip
+        level(a, extra),
+        level(moved(a, 4), extra),
+        level(b, extra),
+        level(moved(b, 4), extra),
+        level(c, extra),
+        level(moved(c, 4), extra),
+        level(e, extra),
+        level(moved(e, 4), extra),
+    )
 
 
-def _values_2(page, d, block, t):
+def _values_2(page, d, block, t, extra):
     at = page + (block * 32 + t // 2) * 16
     a, b = codes16(at), codes16(at + 16)
     return (
-        level(a), level(moved(a, 2)), level(moved(a, 4)), level(moved(a, 6)),
-        level(b), level(moved(b, 2)), level(moved(b, 4)), level(moved(b, 6)),
-    )  # fmt: skip
+        level(a, extra),
+        level(moved(a, 2), extra),
+        level(moved(a, 4), extra),
+        level(moved(a, 6), extra),
+        level(b, extra),
+        level(moved(b, 2), extra),
+        level(moved(b, 4), extra),
+        level(moved(b, 6), extra),
+    )
 
 
-def _values_5(page, d, block, t):
+def _values_5(page, d, block, t, extra):
     at = page + (block * 64 + t) * 16
     a, b, c, e = codes16(at), codes16(at + 16), codes16(at + 32), codes16(at + 48)
     h = codes16(page + (d + 31) // 32 * 1024 + (block * 16 + t // 4) * 16)
     return (
-        level(picked(a, moved(h, -4), 15)), level(picked(moved(a, 4), moved(h, -3), 15)),
-        level(picked(b, moved(h, -2), 15)), level(picked(moved(b, 4), moved(h, -1), 15)),
-        level(picked(c, h, 15)), level(picked(moved(c, 4), moved(h, 1), 15)),
-        level(picked(e, moved(h, 2), 15)), level(picked(moved(e, 4), moved(h, 3), 15)),
-    )  # fmt: skip
+        level(picked(a, moved(h, -4), 15), extra),
+        level(picked(moved(a, 4), moved(h, -3), 15), extra),
+        level(picked(b, moved(h, -2), 15), extra),
+        level(picked(moved(b, 4), moved(h, -1), 15), extra),
+        level(picked(c, h, 15), extra),
+        level(picked(moved(c, 4), moved(h, 1), 15), extra),
+        level(picked(e, moved(h, 2), 15), extra),
+        level(picked(moved(e, 4), moved(h, 3), 15), extra),
+    )
 
 
-def _values_3(page, d, block, t):
+def _values_3(page, d, block, t, extra):
     at = page + (block * 32 + t // 2) * 16
     a, b = codes16(at), codes16(at + 16)
     h = codes16(page + (d + 31) // 32 * 512 + (block * 16 + t // 4) * 16)
     return (
-        level(picked(a, moved(h, -2), 3)), level(picked(moved(a, 2), moved(h, -1), 3)),
-        level(picked(moved(a, 4), h, 3)), level(picked(moved(a, 6), moved(h, 1), 3)),
-        level(picked(b, moved(h, 2), 3)), level(picked(moved(b, 2), moved(h, 3), 3)),
-        level(picked(moved(b, 4), moved(h, 4), 3)), level(picked(moved(b, 6), moved(h, 5), 3)),
-    )  # fmt: skip
+        level(picked(a, moved(h, -2), 3), extra),
+        level(picked(moved(a, 2), moved(h, -1), 3), extra),
+        level(picked(moved(a, 4), h, 3), extra),
+        level(picked(moved(a, 6), moved(h, 1), 3), extra),
+        level(picked(b, moved(h, 2), 3), extra),
+        level(picked(moved(b, 2), moved(h, 3), 3), extra),
+        level(picked(moved(b, 4), moved(h, 4), 3), extra),
+        level(picked(moved(b, 6), moved(h, 5), 3), extra),
+    )
 
 
 KEYS = {8: _keys_8, 5: _keys_5, 4: _keys_4, 3: _keys_3, 2: _keys_2}

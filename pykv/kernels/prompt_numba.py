@@ -21,6 +21,7 @@ from pykv.kernels.attention_numba import (
 from pykv.kernels.jit_numba import device
 from pykv.kernels.math_numba import exp16
 from pykv.kernels.plain_numba import PAGE
+from pykv.kernels.position_numba import turn_page
 from pykv.kernels.simd import (
     maximum,
     reduce_add,
@@ -44,6 +45,7 @@ from pykv.kernels.simd_memory import (
 from pykv.kernels.turn_numba import ROW_BYTES, times_transposed
 
 f = np.float32
+READ = False  # whether keys lie in the pages as they were before RoPE
 TILE = 4  # lines whose sums are kept in registers
 _stub = device(lambda *args: None)
 read_keys_page = read_keys_tail = read_values_page = read_values_tail = walk = _stub
@@ -102,7 +104,7 @@ def rescale(row, acc, runs, acc_pages, runs_pages, state):
 
 
 def walk_pages(
-    record, h, position, queries, lines, d_k, d_v, page_k, page_v, extra_k, extra_v, window,
+    record, h, position, queries, lines, d_k, d_v, page_k, page_v, extra_k, extra_v, turns, window,
     packed, packed_pages, keys, values, scores, acc, acc_pages, states,
 ):  # fmt: skip
     """Run over all pages that any query of the block sees; see `walk_chunk` for encoded ones."""
@@ -127,6 +129,8 @@ def walk_pages(
             read_keys_page(key_page, page_k, slots, keys, extra_k)
             read_values_page(value_page, page_v, slots, values, extra_v)
             query, d, sums, n_blocks = packed_pages, page_k, acc_pages, blocks_pages
+        if READ:
+            turn_page(keys, turns, e)
         tokens = min(count, final + 1 - start)
         for tile in range(0, lines, TILE):
             tile_scores(query + tile * d * 4, d, keys, scores + tile * 256)
@@ -152,7 +156,7 @@ def walk_pages(
 # ctx: record of the first query, queries, q, q_stride, d_k, d_v, n_kv, group, queries per block,
 # window or 0, out, out_stride, scratch, scratch per worker, q for pages, its stride, d_k and d_v of
 # pages, matrix of their values or 0, and of the formats' extra float32 for keys and values address
-# and bytes per KV head
+# and bytes per KV head, and the address of position_numba.py's numbers
 def attend_prompt(ctx, task, worker):
     """Attention of one block of consecutive queries of one sequence, for one KV head."""
     n_kv, group, per_block = scalar_i64(ctx + 48), scalar_i64(ctx + 56), scalar_i64(ctx + 64)
@@ -194,7 +198,8 @@ def attend_prompt(ctx, task, worker):
     walk(
         record, h, position, queries, lines, d_k, d_v, page_k, page_v,
         scalar_i64(ctx + 152) + h * scalar_i64(ctx + 160),
-        scalar_i64(ctx + 168) + h * scalar_i64(ctx + 176), scalar_i64(ctx + 72),
+        scalar_i64(ctx + 168) + h * scalar_i64(ctx + 176), scalar_i64(ctx + 184),
+        scalar_i64(ctx + 72),
         packed, packed_pages, keys, values, scores, acc, acc_pages, states,
     )  # fmt: skip
     mapped = stack(ROW_BYTES)

@@ -66,11 +66,11 @@ def quantize(x, step, n, codes, code_step, extra):
 
 
 @inlined
-def level(x):
+def level(x, extra):
     """code - 8."""
     return table_entry(x, LEVELS)
 
 
-encode_keys, encode_values, scores, mix, read_keys, read_values = cache_functions(
+encode_keys, encode_values, scores, mix, read_keys, read_values, scores_read = cache_functions(
     "q4_0", 4, quantize, level
 )

@@ -87,11 +87,11 @@ def quantize(x, step, n, codes, code_step, extra):
 
 
 @inlined
-def level(x):
+def level(x, extra):
     """code - 16."""
     return to_f32(low_bits(x, 5)) - FLOAT_HALF
 
 
-encode_keys, encode_values, scores, mix, read_keys, read_values = cache_functions(
+encode_keys, encode_values, scores, mix, read_keys, read_values, scores_read = cache_functions(
     "q5_0", 5, quantize, level
 )

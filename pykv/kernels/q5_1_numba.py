@@ -42,11 +42,11 @@ def quantize(x, step, n, codes, code_step, extra):
 
 
 @inlined
-def level(x):
+def level(x, extra):
     """The code itself."""
     return to_f32(low_bits(x, 5))
 
 
-encode_keys, encode_values, scores, mix, read_keys, read_values = cache_functions(
+encode_keys, encode_values, scores, mix, read_keys, read_values, scores_read = cache_functions(
     "q5_1", 5, quantize, level, parameters=2
 )

@@ -66,11 +66,11 @@ def quantize(x, step, n, codes, code_step, extra):
 
 
 @inlined
-def load_level(address):
+def load_level(address, extra):
     """Sixteen signed bytes."""
     return to_f32(load_i8(address))
 
 
-encode_keys, encode_values, scores, mix, read_keys, read_values = cache_functions(
+encode_keys, encode_values, scores, mix, read_keys, read_values, scores_read = cache_functions(
     "q8_0", 8, quantize, load_level
 )

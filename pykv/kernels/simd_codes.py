@@ -105,15 +105,28 @@ def table_entry(typingctx, x, table):
         for i, entry in enumerate(cgutils.unpack_tuple(builder, args[1], LANES)):
             value = entry if entry.type == _F32 else builder.fptrunc(entry, _F32)
             vector = builder.insert_element(vector, value, ir.Constant(_I32, i))
-        features = _features(context)
-        if "+avx512f" in features:
-            name = "llvm.x86.avx512.permvar.sf.512"
-            return _call(builder, name, f32x16.llvm, vector, args[0])
-        if "+avx2" in features:
-            return _two_halves(builder, vector, args[0])
-        return _one_by_one(builder, vector, args[0])
+        return _permute(context, builder, vector, args[0])
 
     return f32x16(i32x16, table), codegen
+
+
+@intrinsic
+def vector_entry(typingctx, vector, x):
+    """Lane `x & 15` of a vector, for each of 16 int32 lanes."""
+
+    def codegen(context, builder, signature, args):
+        return _permute(context, builder, *args)
+
+    return f32x16(f32x16, i32x16), codegen
+
+
+def _permute(context, builder, table, index):
+    features = _features(context)
+    if "+avx512f" in features:
+        return _call(builder, "llvm.x86.avx512.permvar.sf.512", f32x16.llvm, table, index)
+    if "+avx2" in features:
+        return _two_halves(builder, table, index)
+    return _one_by_one(builder, table, index)
 
 
 def _part(builder, vector, first, count):

@@ -36,7 +36,7 @@ def _quantize(x, step, n, codes, code_step, extra):
     return np.float32(length / np.sqrt(decoded)), ZERO
 
 
-def _level(x):
+def _level(x, extra):
     """The code's level."""
     return table_entry(x, LEVELS)
 
@@ -51,6 +51,6 @@ def functions(name: str, bits: int, levels: tuple[float, ...]) -> tuple[Any, ...
     return cache_functions(name, bits, quantize, level, "token", "token")
 
 
-encode_keys, encode_values, scores, mix, read_keys, read_values = functions(
+encode_keys, encode_values, scores, mix, read_keys, read_values, scores_read = functions(
     "tq4", 4, tq4.FORMAT.levels
 )

@@ -1,0 +1,7 @@
+"""nuq2 cache pages for the CPU: layout in formats/nuq4.py."""
+
+from __future__ import annotations
+
+from pykv.kernels.nuq4_numba import functions
+
+encode_keys, encode_values, scores, mix, read_keys, read_values, scores_read = functions("nuq2", 2)
