@@ -78,7 +78,15 @@ def _layout(config: CacheConfig, types: tuple[str, str], shape: LayerShape) -> L
         maps.append(_transform(name, transform, d, flag))
     residuals: list[int] = [_format(name).residual for name in types]
     return LayerLayout(
-        CacheFormats(*types, *tails, *maps, position=_position(config, types[0], maps[0])),
+        CacheFormats(
+            types[0],
+            types[1],
+            tails[0],
+            tails[1],
+            maps[0],
+            maps[1],
+            _position(config, types[0], maps[0]),
+        ),  # fmt: skip
         max(residuals) if config.residual is None else config.residual,
     )
 
@@ -150,7 +158,48 @@ def _is_cache_type(spec: str) -> bool:
     )
 
 
-def page_bytes(shape: LayerShape, formats: CacheFormats, side: int, kind: str, sinks: int) -> int:
+@dataclass(frozen=True)
+class Band:
+    """Layers whose pages have the same sizes and are encoded at the same tokens."""
+
+    formats: CacheFormats
+    residual: int
+    layers: list[int]
+    sizes: dict[tuple[str, int], int]  # bytes by kind (sinks, page, tail) and side
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is ever encoded."""
+        return self.formats.exact
+
+    def estimate(self, shape: LayerShape, n: int) -> int:
+        """Bytes that n tokens of one sequence take in one of the layers."""
+        kept = min(n, shape.window + PAGE) if shape.window else n
+        tail = kept if self.exact else min(kept, self.residual + PAGE)
+        tokens = {"sinks": 1, "page": kept - tail, "tail": tail}
+        return sum(
+            -(-tokens[kind] // PAGE) * n_bytes * shape.n_kv
+            for (kind, _), n_bytes in self.sizes.items()
+        )
+
+
+def bands_of(config: CacheConfig, shapes: Sequence[LayerShape]) -> list[Band]:
+    """The layers in bands.  Raises ConfigError: as `layouts_of`."""
+    layouts = layouts_of(config, shapes)
+    bands = []
+    for layout in dict.fromkeys(layouts):
+        layers = [i for i, other in enumerate(layouts) if other is layout]
+        shape, sizes = shapes[layers[0]], {}
+        for kind in ("sinks", "page", "tail"):
+            for side in (0, 1):
+                n_bytes = _page_bytes(shape, layout.formats, side, kind, config.sinks)
+                if n_bytes:
+                    sizes[kind, side] = n_bytes
+        bands.append(Band(layout.formats, layout.residual, layers, sizes))
+    return bands
+
+
+def _page_bytes(shape: LayerShape, formats: CacheFormats, side: int, kind: str, sinks: int) -> int:
     """Bytes of a layer's page: side 0 keys, 1 values; kind page, tail or sinks; 0: it has none."""
     slots = (sinks + 15) // 16 * 16 if kind == "sinks" else PAGE
     if slots == 0:

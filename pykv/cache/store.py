@@ -14,38 +14,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from pykv.backends.base import (
-    I32,
-    I64,
-    PAGE,
-    RECORD,
-    LayerShape,
-    Round,
-    Segment,
-    Step,
-)
-from pykv.cache.layout import LayerLayout, layouts_of, page_bytes
+from pykv.backends.base import I32, I64, PAGE, RECORD, LayerShape, Round, Segment, Step
+from pykv.cache.layout import Band, bands_of
 from pykv.cache.pages import SLAB_BYTES, Held, PagePool, Undo
 from pykv.config import CacheConfig
 from pykv.errors import CacheFullError
 from pykv.formats.coded import HeadNumbers
-
-
-@dataclass(frozen=True)
-class _Band:
-    """Layers of one layout, and their pages' sizes by kind (sinks, page, tail) and side."""
-
-    layout: LayerLayout
-    layers: list[int]
-    sizes: dict[tuple[str, int], int]
-
-    @property
-    def exact(self) -> bool:
-        return self.layout.formats.exact
 
 
 class Store:
@@ -65,16 +42,11 @@ class Store:
     ) -> None:
         self.shapes, self.config, self.n_ctx = list(shapes), config, n_ctx
         self.sinks = config.sinks
-        layouts = layouts_of(config, self.shapes)
-        self.formats = [layout.formats for layout in layouts]
-        self._bands = [
-            self._band(layout, [i for i, other in enumerate(layouts) if other is layout])
-            for layout in dict.fromkeys(layouts)
-        ]
-        self._band_of = np.array([
-            next(n for n, band in enumerate(self._bands) if i in band.layers)
-            for i in range(len(self.shapes))
-        ])  # fmt: skip
+        self._bands = bands_of(config, self.shapes)
+        self._band_of = np.empty(len(self.shapes), np.int64)
+        for number, band in enumerate(self._bands):
+            self._band_of[band.layers] = number
+        self.formats = [self._bands[n].formats for n in self._band_of]
         self._fill, self.numbers = fill, numbers
         self._pools: dict[int, PagePool] = {}
         self._sequences: dict[int, Held] = {}
@@ -84,15 +56,6 @@ class Store:
         self._uniform = all(s.n_kv == self._heads for s in shapes)
         # tokens that a query sees in each layer, [layers, 1]
         self._reach = np.array([[s.window or n_ctx] for s in shapes], np.int64)
-
-    def _band(self, layout: LayerLayout, layers: list[int]) -> _Band:
-        sizes = {}
-        for kind in ("sinks", "page", "tail"):
-            for side in (0, 1):
-                n_bytes = page_bytes(self.shapes[layers[0]], layout.formats, side, kind, self.sinks)
-                if n_bytes:
-                    sizes[kind, side] = n_bytes
-        return _Band(layout, layers, sizes)
 
     def _pool(self, page_bytes: int) -> PagePool:
         if page_bytes not in self._pools:
@@ -188,8 +151,8 @@ class Store:
                 return 0
         return m
 
-    def _exact_point(self, band: _Band, encoded: int, n: int) -> int:
-        residual, encoded_end = band.layout.residual, self.sinks + encoded * PAGE
+    def _exact_point(self, band: Band, encoded: int, n: int) -> int:
+        residual, encoded_end = band.residual, self.sinks + encoded * PAGE
         if band.exact or encoded == 0 or encoded_end + residual <= n:
             return n
         if residual == 0 and n >= self.sinks:
@@ -335,11 +298,11 @@ class Store:
             done, number = done + take, number + 1
         held.tokens, held.encoded = held.tokens + count, encoded
 
-    def _room(self, band: _Band, encoded: int, tokens: int) -> int:
+    def _room(self, band: Band, encoded: int, tokens: int) -> int:
         """Tokens after which the tail reaches residual + 64, and is encoded."""
         if band.exact:
             return self.n_ctx + 1
-        return self.sinks + band.layout.residual + PAGE * (encoded + 1) - tokens
+        return self.sinks + band.residual + PAGE * (encoded + 1) - tokens
 
     def _encode_entries(
         self, held: Held, full: list[int], encoded: list[int], undo: Undo
@@ -349,7 +312,7 @@ class Store:
         moves = [[none, none] for _ in self.shapes]
         for number in full:
             band, entry = self._bands[number], encoded[number]
-            formats = band.layout.formats
+            formats = band.formats
             for side, exact in enumerate((formats.exact_k, formats.exact_v)):
                 if exact:
                     continue
@@ -429,14 +392,6 @@ class Store:
 
     def estimate(self, n: int) -> int:
         """Bytes that one sequence of n tokens takes, and its slabs' last pages."""
-        total = 0
-        for band in self._bands:
-            for (kind, _), n_bytes in band.sizes.items():
-                for layer in band.layers:
-                    shape = self.shapes[layer]
-                    kept = min(n, shape.window + PAGE) if shape.window else n
-                    tail = kept if band.exact else min(kept, band.layout.residual + PAGE)
-                    tokens = {"sinks": 1, "page": kept - tail, "tail": tail}[kind]
-                    total += -(-tokens // PAGE) * n_bytes * shape.n_kv
-                total += SLAB_BYTES
-        return total
+        return sum(
+            band.estimate(self.shapes[layer], n) for band in self._bands for layer in band.layers
+        ) + SLAB_BYTES * sum(len(band.sizes) for band in self._bands)

@@ -49,7 +49,7 @@ BITS = GROUP = PARAMETERS = 1
 BY_BLOCK = HAS_OUTLIERS = True
 SCALED_BYTES = 8 * 4 * MOST_WIDTH  # a query for each half of a page and each head
 _stub = inlined(lambda *args: None)
-key_levels = value_levels = value_outliers = _stub
+key_levels = value_levels = key_values = value_outliers = _stub
 
 
 # scores: the query times codes, then the scales
@@ -161,6 +161,21 @@ def _scores_channel(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
     store_group(out + 192, out_stride, e)
 
 
+def _scores_range(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
+    a, b, c, e = zeros(GROUP), zeros(GROUP), zeros(GROUP), zeros(GROUP)
+    for i in range(d):
+        prefetch(ahead + i * 8 * BITS)
+        v, w, x, y = key_values(page, d, i, slots, extra)
+        a = add_products(a, q + i * 4, q_stride, v)
+        b = add_products(b, q + i * 4, q_stride, w)
+        c = add_products(c, q + i * 4, q_stride, x)
+        e = add_products(e, q + i * 4, q_stride, y)
+    store_group(out, out_stride, a)
+    store_group(out + 64, out_stride, b)
+    store_group(out + 128, out_stride, c)
+    store_group(out + 192, out_stride, e)
+
+
 # values: the weights times the scales, then times the codes
 
 
@@ -241,7 +256,7 @@ def _mix_head(p, p_stride, entries, count, tokens, slots, d, out, out_stride, ex
 
 
 AXES = {"block": 0, "channel": 1, "token": 2, "head": 3, "range": 4}
-_SCORES = (_scores_block, _scores_channel, _scores_token, _scores_head, _stub)
+_SCORES = (_scores_block, _scores_channel, _scores_token, _scores_head, _scores_range)
 
 
 def cache_functions(
