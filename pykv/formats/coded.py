@@ -216,7 +216,8 @@ class CodedFormat(BlockFormat):
         n = self.n_outliers(x.shape[1])
         if n == 0:
             return x, np.empty(0, np.uint8)
-        distance = _in_run_order(self.beyond(x, side, numbers), side, np.float32(0))
+        with np.errstate(over="ignore"):  # infinitely far is far enough
+            distance = _in_run_order(self.beyond(x, side, numbers), side, np.float32(0))
         farthest = np.argsort(-distance, kind="stable")[:n]
         places = np.sort(farthest[distance[farthest] > 0])
         slots = np.zeros((2, n), "<u2")

@@ -45,8 +45,10 @@ class Tq4(CodedFormat):
         levels = np.array(self.levels, np.float32)
         length = _length(x)
         unit = np.divide(np.sqrt(x.shape[-1]), length, out=np.zeros_like(length), where=length > 0)
+        # a length below 1e-38 has an inverse that float32 does not hold
+        unit = np.minimum(unit, np.finfo(np.float32).max).astype(np.float32)
         middles = (levels[:-1] + levels[1:]) / 2
-        codes = np.searchsorted(middles, x * unit.astype(np.float32), side="right")
+        codes = np.searchsorted(middles, x * unit, side="right")
         return codes.astype(np.uint8), ((length / _length(levels[codes])).astype(np.float32),)
 
     def dequantize(

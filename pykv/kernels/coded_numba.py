@@ -29,6 +29,7 @@ from pykv.kernels.simd_group import (
     add_group_times,
     add_groups,
     add_products,
+    add_row_products,
     load_group,
     store_group,
     zeros,
@@ -69,6 +70,8 @@ def _scores_block(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
             c = add_products(c, q + i * 4, q_stride, x)
             e = add_products(e, q + i * 4, q_stride, y)
         at, start = scales + block * 128, zeros(GROUP)
+        prefetch(ahead + at - page)
+        prefetch(ahead + at - page + 64)
         s, t, u, z = start, start, start, start
         if block > 0:
             s, t = load_group(start, out, out_stride), load_group(start, out + 64, out_stride)
@@ -76,10 +79,7 @@ def _scores_block(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
             z = load_group(start, out + 192, out_stride)
         if PARAMETERS == 2:
             for g in range(GROUP):
-                total = f(0)
-                for i in range(block * 32, last):
-                    total += scalar_f32(q + g * q_stride + i * 4)
-                put_f32(sums + g * 4, total)
+                put_f32(sums + g * 4, sum_of(q + g * q_stride + block * 128, last - block * 32))
             m = at + blocks * 128
             s, t = add_products(s, sums, 4, load_f16(m)), add_products(t, sums, 4, load_f16(m + 32))
             u = add_products(u, sums, 4, load_f16(m + 64))
@@ -88,6 +88,17 @@ def _scores_block(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
         store_group(out + 64, out_stride, add_group_times(t, b, load_f16(at + 32)))
         store_group(out + 128, out_stride, add_group_times(u, c, load_f16(at + 64)))
         store_group(out + 192, out_stride, add_group_times(z, e, load_f16(at + 96)))
+
+
+@device
+def sum_of(x, n):
+    """The sum of n float32, n at most 32."""
+    if n == 32:
+        return reduce_add(load_f32(x) + load_f32(x + 64))
+    total = f(0)
+    for i in range(n):
+        total += scalar_f32(x + i * 4)
+    return total
 
 
 def _scores_token(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
@@ -126,21 +137,22 @@ def _scores_head(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
 def _scores_channel(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
     # the query times each half's scales, and its product with the minima
     scaled, scales = stack(SCALED_BYTES), page + code_bytes_keys(d, BITS)
-    row, offsets = d * 4, stack(64)
+    row, offsets, sums = d * 4, stack(64), stack(256)
     for half in range(2):
         s = scales + half * d * 2
-        m = s + d * 4
+        m, to, whole = s + d * 4, scaled + half * GROUP * row, d // 16 * 16
+        totals = zeros(GROUP)
+        for i in range(0, whole, 16):
+            scale, minimum = load_f16(s + i * 2), load_f16(m + i * 2)
+            totals = add_row_products(totals, q + i * 4, q_stride, minimum)
+            for g in range(GROUP):
+                store_f32(to + g * row + i * 4, load_f32(q + g * q_stride + i * 4) * scale)
+        store_group(sums, 64, totals)
         for g in range(GROUP):
-            x, to = q + g * q_stride, scaled + (half * GROUP + g) * row
-            total, whole = splat(f(0)), d // 16 * 16
-            for i in range(0, whole, 16):
-                v = load_f32(x + i * 4)
-                store_f32(to + i * 4, v * load_f16(s + i * 2))
-                total = total + v * load_f16(m + i * 2)
-            offset = reduce_add(total)
+            x, offset = q + g * q_stride, reduce_add(load_f32(sums + g * 64))
             for i in range(whole, d):
                 v = scalar_f32(x + i * 4)
-                put_f32(to + i * 4, v * scalar_f16(s + i * 2))
+                put_f32(to + g * row + i * 4, v * scalar_f16(s + i * 2))
                 offset += v * scalar_f16(m + i * 2)
             put_f32(offsets + (half * GROUP + g) * 4, offset)
     one, none = splat(f(1)), zeros(GROUP)
@@ -179,6 +191,14 @@ def _scores_range(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
 # values: the weights times the scales, then times the codes
 
 
+@inlined
+def next_part(entries, i, count, block, bits):
+    """The codes that come after those of a block of page i: of the next page, or next block."""
+    if i + 1 < count:
+        return scalar_i64(entries + (i + 1) * 8) + block * 256 * bits
+    return scalar_i64(entries) + (block + 1) * 256 * bits
+
+
 def _mix_scaled(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra):
     scaled, least, blocks = stack(1024), stack(256), (d + 31) // 32
     for block in range(blocks):
@@ -190,10 +210,13 @@ def _mix_scaled(p, p_stride, entries, count, tokens, slots, d, out, out_stride, 
                 store_f32(least + g * 64, splat(f(0)))
         for i in range(count):
             page = scalar_i64(entries + i * 8)
-            ahead = scalar_i64(entries + min(i + 1, count - 1) * 8) + block * 256 * BITS
+            ahead = next_part(entries, i, count, block, BITS)
             scales = page + code_bytes_values(d, BITS)
             if BY_BLOCK:
                 scales += block * 128
+            after = ahead + (scales - page) - block * 256 * BITS
+            prefetch(after)
+            prefetch(after + 64)
             for j in range(4):
                 to, from_ = j * 64, p + i * 256 + j * 64
                 scale = load_f16(scales + j * 32)
@@ -206,6 +229,8 @@ def _mix_scaled(p, p_stride, entries, count, tokens, slots, d, out, out_stride, 
                         store_f32(least + g * 64, load_f32(least + g * 64) + more)
             for t in range(0, PAGE, 4):
                 prefetch(ahead + t * 4 * BITS)
+                if BITS == 8:
+                    prefetch(ahead + t * 4 * BITS + 64)
                 u, v, w, x, y, z, k, m = value_levels(page, d, block, t, extra)
                 a = add_products(a, scaled + t * 4, 256, u)
                 b = add_products(b, scaled + t * 4, 256, v)
@@ -236,7 +261,7 @@ def _mix_head(p, p_stride, entries, count, tokens, slots, d, out, out_stride, ex
         a, b, c, e = none, none, none, none
         for i in range(count):
             page, from_ = scalar_i64(entries + i * 8), p + i * 256
-            ahead = scalar_i64(entries + min(i + 1, count - 1) * 8) + block * 2048
+            ahead = next_part(entries, i, count, block, BITS)
             for t in range(0, PAGE, 4):
                 prefetch(ahead + t * 32)
                 prefetch(ahead + t * 32 + 64)

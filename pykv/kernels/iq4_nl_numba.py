@@ -9,7 +9,7 @@ import numpy as np
 from pykv.formats.iq4_nl import TABLE
 from pykv.kernels.coded_numba import cache_functions
 from pykv.kernels.jit_numba import device, inlined
-from pykv.kernels.quantize_numba import extreme, reciprocal
+from pykv.kernels.quantize_numba import INFINITE, extreme, reciprocal
 from pykv.kernels.simd import (
     field,
     lookup,
@@ -57,7 +57,8 @@ def quantize(x, step, n, codes, code_step, extra):
         for i in range(n):
             put_u8(codes + i * code_step, 0)
         return f(0), f(0)
-    inverse = reciprocal(top / FIRST)
+    first = top / FIRST
+    inverse = reciprocal(first)
     above = below = f(0)
     for i in range(n):
         v = scalar_f32(x + i * step)
@@ -68,7 +69,9 @@ def quantize(x, step, n, codes, code_step, extra):
         entry, weight = f(LEVELS[code]), v * v
         above += weight * entry * v
         below += weight * entry * entry
-    return (above / below if below > 0 else f(0)), f(0)
+    d = above / below if below > 0 else f(0)
+    # the squares of values past 1e19 overflow
+    return (d if abs(d) <= INFINITE else first), f(0)
 
 
 @inlined

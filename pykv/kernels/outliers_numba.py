@@ -25,7 +25,7 @@ from pykv.kernels.simd_memory import (
     stack,
 )
 
-f = np.float32
+f, INFINITY = np.float32, np.float32(np.inf)
 # room for a quarter of the values of a page of the widest head that has outliers
 PLACE_BYTES, DISTANCE_BYTES, LIMIT_BYTES = 131072, 65536, 65536
 BITS = 4
@@ -190,29 +190,19 @@ def take_value_outliers(x, d, slots, extra):
                     count = insert(distance, place, places, distances, count, n)
     put_outliers(x, places, count, n, slots)
     for k in range(count):  # marked: what is left of their tokens limits them
-        put_f32(x + scalar_i64(places + k * 8) * 4, f(np.nan))
+        place = scalar_i64(places + k * 8)
+        at, t = x + place * 4, place // 32 % PAGE
+        high = -scalar_f32(limits + t * row + (2 * n_ends + 1) * 4)
+        put_f32(at, INFINITY if scalar_f32(at) > high else -INFINITY)
     for t in range(PAGE):
-        low, high, marked = f(np.inf), f(-np.inf), False
+        low, high, marked = INFINITY, -INFINITY, False
         for i in range(d):
             v = scalar_f32(x + t * 128 + i // 32 * PAGE * 128 + i % 32 * 4)
-            if v == v:
+            if abs(v) < INFINITY:
                 low, high = min(low, v), max(high, v)
             else:
                 marked = True
         if marked:
-            mid = scalar_f32(limits + t * row + n_ends * 4)
             for i in range(d):
                 at = x + t * 128 + i // 32 * PAGE * 128 + i % 32 * 4
-                v = scalar_f32(at)
-                if v != v:
-                    put_f32(at, low if was_low(slots, n, at - x, mid) else high)
-
-
-@device
-def was_low(slots, n, at, low):
-    """Whether an outlier that was marked lay below the others of its token."""
-    place = at // 4
-    for k in range(n):
-        if scalar_u16(slots + k * 2) == place:
-            return scalar_f16(slots + (n + k) * 2) <= low
-    return False
+                put_f32(at, max(min(scalar_f32(at), high), low))

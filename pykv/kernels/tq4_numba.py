@@ -14,7 +14,7 @@ from pykv.kernels.simd_codes import table_entry
 from pykv.kernels.simd_memory import put_u8, scalar_f32
 
 MIDDLES = LEVELS = (np.float32(0),)
-ZERO = np.float32(0)
+ZERO, MOST = np.float32(0), np.float64(np.finfo(np.float32).max)
 
 
 def _quantize(x, step, n, codes, code_step, extra):
@@ -24,7 +24,8 @@ def _quantize(x, step, n, codes, code_step, extra):
         v = np.float64(scalar_f32(x + i * step))
         total += v * v
     length = np.sqrt(total)
-    unit = np.float32(np.sqrt(np.float64(n)) / length) if length > 0 else ZERO
+    # a length below 1e-38 has an inverse that float32 does not hold
+    unit = np.float32(min(np.sqrt(np.float64(n)) / length, MOST)) if length > 0 else ZERO
     decoded = 0.0
     for i in range(n):
         scaled, code = scalar_f32(x + i * step) * unit, 0
