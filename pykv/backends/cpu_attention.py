@@ -161,7 +161,7 @@ class CpuAttention:
         rows, heads, d = q.shape
         out = self._backend.buffer(rows, heads, maps.d_k)
         self._backend.emit(
-            "turn", rows, q, heads * d * 4, heads, d, maps.matrix_k, maps.d_k, out,
+            "turn", rows * heads, q, heads * d * 4, heads, d, maps.matrix_k, maps.d_k, out,
             heads * maps.d_k * 4,
         )  # fmt: skip
         return out
@@ -202,7 +202,7 @@ class CpuAttention:
         combine = backend.emit(
             "combine", len(rows) * shape.n_head, rows, shape.n_head, shape.d_v, self._chunks,
             partial, stats, out, shape.n_head * shape.d_v * 4, maps.d_v,
-            0 if maps.matrix_v is None else maps.matrix_v,
+            0 if maps.back_v is None else maps.back_v,
         )  # fmt: skip
         self._launches.append(_RowLaunch(lines, combine))
 
@@ -229,7 +229,7 @@ class CpuAttention:
                 out.address + start * shape.n_head * shape.d_v * 4, shape.n_head * shape.d_v * 4,
                 self._scratch_for(scratch).address, scratch,
                 q_pages.address + start * shape.n_head * maps.d_k * 4, shape.n_head * maps.d_k * 4,
-                maps.d_k, maps.d_v, 0 if maps.matrix_v is None else maps.matrix_v,
+                maps.d_k, maps.d_v, 0 if maps.back_v is None else maps.back_v,
                 maps.extra_k, maps.extra_k.shape[1] * 4, maps.extra_v, maps.extra_v.shape[1] * 4,
                 turns, cost=int(queries * flops / 32),
             )  # fmt: skip

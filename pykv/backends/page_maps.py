@@ -27,6 +27,7 @@ class PageMaps:
     ) -> None:
         self.matrix_k = kernel_matrix(formats.transform_k, shape.d_k)
         self.matrix_v = kernel_matrix(formats.transform_v, shape.d_v)
+        self.back_v = kernel_matrix(formats.transform_v, shape.d_v, back=True)
         self.d_k, self.d_v = shape.d_k, shape.d_v
         keys, values = numbers or ((), ())
         self.extra_k = _extra(formats.page_k, shape.n_kv, self.d_k, keys)

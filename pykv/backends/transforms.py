@@ -59,12 +59,13 @@ def matrix(transform: str, d: int) -> F32 | None:
 
 
 @cache
-def kernel_matrix(transform: str, d: int) -> F32 | None:
-    """The map as kernels take it: rows filled up with zeros to a multiple of 16 columns."""
+def kernel_matrix(transform: str, d: int, back: bool = False) -> F32 | None:
+    """The map, or the one back, as kernels take it: rows filled up with zeros to 16 columns."""
     plain = matrix(transform, d)
     if plain is None:
         return None
-    filled = np.zeros((d, (plain.shape[1] + 15) // 16 * 16), np.float32)
+    plain = plain.T if back else plain
+    filled = np.zeros((len(plain), (plain.shape[1] + 15) // 16 * 16), np.float32)
     filled[:, : plain.shape[1]] = plain
     filled.setflags(write=False)
     return filled

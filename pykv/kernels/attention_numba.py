@@ -37,7 +37,7 @@ from pykv.kernels.simd_memory import (
     stack,
     store_f32,
 )
-from pykv.kernels.turn_numba import ROW_BYTES, times_transposed
+from pykv.kernels.turn_numba import ROW_BYTES, times_matrix
 
 f = np.float32
 CHUNK = 8  # table entries
@@ -208,7 +208,7 @@ def softmax(row, runs, stats):
     put_f32(stats + 4, reduce_add(total))
 
 
-# ctx: rows, heads, d_v, chunks, partial, stats, out, out_stride, d_v of pages, their matrix or 0
+# ctx: rows, heads, d_v, chunks, partial, stats, out, out_stride, d_v of pages, the matrix back or 0
 def combine(ctx, task, worker):
     """out[row, head] = the chunks' sums, weighted by their share of the softmax."""
     heads, d_v, chunks = scalar_i64(ctx + 8), scalar_i64(ctx + 16), scalar_i64(ctx + 24)
@@ -239,7 +239,7 @@ def combine(ctx, task, worker):
                 more = load_f32(partial + c * size * 4 + i)
                 store_f32(sums + i, load_f32(sums + i) + w * more)
     if matrix != 0:
-        times_transposed(sums + width * 4, d_v, matrix, page_v, mapped)
+        times_matrix(sums + width * 4, page_v, matrix, d_v, mapped)
         for i in range(d_v):
             put_f32(sums + i * 4, scalar_f32(sums + i * 4) + scalar_f32(mapped + i * 4))
     for i in range(d_v):

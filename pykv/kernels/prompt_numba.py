@@ -42,7 +42,7 @@ from pykv.kernels.simd_memory import (
     stack,
     store_f32,
 )
-from pykv.kernels.turn_numba import ROW_BYTES, times_transposed
+from pykv.kernels.turn_numba import ROW_BYTES, times_matrix
 
 f = np.float32
 READ = False  # whether keys lie in the pages as they were before RoPE
@@ -155,7 +155,7 @@ def walk_pages(
 
 # ctx: record of the first query, queries, q, q_stride, d_k, d_v, n_kv, group, queries per block,
 # window or 0, out, out_stride, scratch, scratch per worker, q for pages, its stride, d_k and d_v of
-# pages, matrix of their values or 0, and of the formats' extra float32 for keys and values address
+# pages, the matrix back of their values or 0, and of the formats' extra float32 for keys and values address
 # and bytes per KV head, and the address of position_numba.py's numbers
 def attend_prompt(ctx, task, worker):
     """Attention of one block of consecutive queries of one sequence, for one KV head."""
@@ -208,7 +208,7 @@ def attend_prompt(ctx, task, worker):
         at = out + i * scalar_i64(ctx + 88) + j * d_v * 4
         inverse = f(1) / scalar_f32(states + line * 8 + 4)
         if matrix != 0:
-            times_transposed(acc_pages + line * blocks_pages * 128, d_v, matrix, page_v, mapped)
+            times_matrix(acc_pages + line * blocks_pages * 128, page_v, matrix, d_v, mapped)
             for c in range(d_v):
                 to = acc + line * blocks * 128 + c * 4
                 put_f32(to, scalar_f32(to) + scalar_f32(mapped + c * 4))

@@ -10,7 +10,7 @@ import numpy as np
 
 from pykv.kernels.jit_numba import device
 from pykv.kernels.plain_numba import PAGE
-from pykv.kernels.simd import fma, reduce_add, splat
+from pykv.kernels.simd import fma, splat
 from pykv.kernels.simd_memory import (
     load_f32,
     put_f32,
@@ -53,27 +53,16 @@ def times_matrix(x, d, matrix, r, out):
                 store_f32(out + k, a)
 
 
-@device
-def times_transposed(x, d, matrix, r, out):
-    """out[d] = the matrix times x[r]; of x, whole vectors are read, zeros from r on."""
-    row = columns(r) * 4
-    for i in range(d):
-        total = splat(f(0))
-        for j in range(0, row, 64):
-            total = fma(load_f32(x + j), load_f32(matrix + i * row + j), total)
-        put_f32(out + i * 4, reduce_add(total))
-
-
 # ctx: x, x_stride, heads, d, matrix, r, out, out_stride
 def turn(ctx, task, worker):
-    """Map the heads of one row."""
+    """Map one head of one row."""
     heads, d, r = scalar_i64(ctx + 16), scalar_i64(ctx + 24), scalar_i64(ctx + 40)
-    x = scalar_i64(ctx) + task * scalar_i64(ctx + 8)
-    out, mapped = scalar_i64(ctx + 48) + task * scalar_i64(ctx + 56), stack(ROW_BYTES)
-    for h in range(heads):
-        times_matrix(x + h * d * 4, d, scalar_i64(ctx + 32), r, mapped)
-        for i in range(r):
-            put_f32(out + (h * r + i) * 4, scalar_f32(mapped + i * 4))
+    row, h, mapped = task // heads, task % heads, stack(ROW_BYTES)
+    x = scalar_i64(ctx) + row * scalar_i64(ctx + 8) + h * d * 4
+    out = scalar_i64(ctx + 48) + row * scalar_i64(ctx + 56) + h * r * 4
+    times_matrix(x, d, scalar_i64(ctx + 32), r, mapped)
+    for i in range(r):
+        put_f32(out + i * 4, scalar_f32(mapped + i * 4))
 
 
 @device
