@@ -162,7 +162,7 @@ class CpuAttention:
         out = self._backend.buffer(rows, heads, maps.d_k)
         self._backend.emit(
             "turn", rows * heads, q, heads * d * 4, heads, d, maps.matrix_k, maps.d_k, out,
-            heads * maps.d_k * 4,
+            heads * maps.d_k * 4, maps.distance_k, heads // maps.n_kv,
         )  # fmt: skip
         return out
 
@@ -202,7 +202,7 @@ class CpuAttention:
         combine = backend.emit(
             "combine", len(rows) * shape.n_head, rows, shape.n_head, shape.d_v, self._chunks,
             partial, stats, out, shape.n_head * shape.d_v * 4, maps.d_v,
-            0 if maps.back_v is None else maps.back_v,
+            0 if maps.back_v is None else maps.back_v, maps.distance_back_v, group,
         )  # fmt: skip
         self._launches.append(_RowLaunch(lines, combine))
 
@@ -231,22 +231,24 @@ class CpuAttention:
                 q_pages.address + start * shape.n_head * maps.d_k * 4, shape.n_head * maps.d_k * 4,
                 maps.d_k, maps.d_v, 0 if maps.back_v is None else maps.back_v,
                 maps.extra_k, maps.extra_k.shape[1] * 4, maps.extra_v, maps.extra_v.shape[1] * 4,
-                turns, cost=int(queries * flops / 32),
+                turns, maps.distance_back_v, cost=int(queries * flops / 32),
             )  # fmt: skip
 
     def _encode(self, layer: int, moves: tuple[I64, I64]) -> None:
         shape, maps = self.step.shapes[layer], self._maps[layer]
         names = self.step.formats[layer]
         sides = (
-            (f"k_{names.tail_k}_{stem(names.page_k)}", shape.d_k, maps.matrix_k, maps.d_k),
-            (f"v_{names.tail_v}_{stem(names.page_v)}", shape.d_v, maps.matrix_v, maps.d_v),
-        )
-        extras = (maps.extra_k, maps.extra_v)
-        for (kernel, d, matrix, r), extra, side_moves in zip(sides, extras, moves, strict=True):
+            (f"k_{names.tail_k}_{stem(names.page_k)}", shape.d_k, maps.matrix_k, maps.d_k,
+             maps.extra_k, maps.distance_k),
+            (f"v_{names.tail_v}_{stem(names.page_v)}", shape.d_v, maps.matrix_v, maps.d_v,
+             maps.extra_v, maps.distance_v),
+        )  # fmt: skip
+        for (kernel, d, matrix, r, extra, distance), side_moves in zip(sides, moves, strict=True):
             if len(side_moves):
                 scratch = ((d + 31) // 32 + (r + 31) // 32) * 32 * PAGE * 4
                 self._backend.emit(
                     f"encode_{kernel}", len(side_moves), side_moves, d,
                     self._scratch_for(scratch).address, scratch,
                     0 if matrix is None else matrix, r, shape.n_kv, extra, extra.shape[1] * 4,
+                    distance,
                 )  # fmt: skip

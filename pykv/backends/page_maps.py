@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from pykv.backends import transforms
 from pykv.backends.base import F32, I64, PAGE, CacheFormats, LayerShape, Rope
-from pykv.backends.transforms import kernel_matrix
 from pykv.formats.coded import HeadNumbers, find
 
 LEVELS = 16  # entries of a table of levels; shorter ones are repeated
@@ -25,13 +25,37 @@ class PageMaps:
         formats: CacheFormats,
         numbers: Sequence[Sequence[HeadNumbers]],
     ) -> None:
-        self.matrix_k = kernel_matrix(formats.transform_k, shape.d_k)
-        self.matrix_v = kernel_matrix(formats.transform_v, shape.d_v)
-        self.back_v = kernel_matrix(formats.transform_v, shape.d_v, back=True)
-        self.d_k, self.d_v = shape.d_k, shape.d_v
         keys, values = numbers or ((), ())
+        self.n_kv = shape.n_kv
+        self.d_k = transforms.width(formats.transform_k, shape.d_k)
+        self.d_v = transforms.width(formats.transform_v, shape.d_v)
+        self.matrix_k, _ = _matrices(formats.transform_k, shape.d_k, keys)
+        self.matrix_v, self.back_v = _matrices(formats.transform_v, shape.d_v, values)
+        self.distance_k, self.distance_v = _distance(self.matrix_k), _distance(self.matrix_v)
+        self.distance_back_v = _distance(self.back_v)
         self.extra_k = _extra(formats.page_k, shape.n_kv, self.d_k, keys)
         self.extra_v = _extra(formats.page_v, shape.n_kv, self.d_v, values)
+
+
+def _matrices(
+    transform: str, d: int, numbers: Sequence[HeadNumbers]
+) -> tuple[F32 | None, F32 | None]:
+    """The maps f32 [KV heads or 1, D, R] and those back, rows filled up to 16 columns."""
+    maps = transforms.matrices(transform, d, numbers)
+    if maps is None:
+        return None, None
+    return _filled(maps), _filled(maps.transpose(0, 2, 1))
+
+
+def _filled(maps: F32) -> F32:
+    filled = np.zeros((*maps.shape[:2], (maps.shape[2] + 15) // 16 * 16), np.float32)
+    filled[:, :, : maps.shape[2]] = maps
+    return filled
+
+
+def _distance(maps: F32 | None) -> int:
+    """Bytes from one KV head's matrix to the next one's; 0 where all share one."""
+    return 0 if maps is None or len(maps) == 1 else int(maps[0].nbytes)
 
 
 def _extra(name: str, n_kv: int, d: int, numbers: Sequence[HeadNumbers]) -> F32:

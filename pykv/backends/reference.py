@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pykv.backends import transforms
 from pykv.backends.base import (
     F32,
     I64,
@@ -23,7 +24,6 @@ from pykv.backends.base import (
     WeightSource,
 )
 from pykv.backends.plan import decode
-from pykv.backends.transforms import matrix
 from pykv.errors import NumericsError
 from pykv.formats.base import Side
 from pykv.formats.coded import find as cache_format
@@ -45,6 +45,15 @@ def table_at(address: int, n_kv: int, capacity: int) -> I64:
     """A page table, int64 [KV heads, capacity]."""
     entries = (ctypes.c_int64 * (n_kv * capacity)).from_address(address)
     return np.ctypeslib.as_array(entries).reshape(n_kv, capacity)
+
+
+def _map(step: Step, layer: int, side: int, head: int) -> F32 | None:
+    """The transform of a head's keys or values, [D, R]."""
+    shape, names = step.shapes[layer], step.formats[layer]
+    transform = (names.transform_k, names.transform_v)[side]
+    numbers = step.numbers[layer][side] if step.numbers else ()
+    maps = transforms.matrices(transform, (shape.d_k, shape.d_v)[side], numbers)
+    return None if maps is None else maps[head % len(maps)]
 
 
 class ReferenceBackend(Backend):
@@ -150,11 +159,13 @@ class ReferenceBackend(Backend):
         )
         sides: tuple[Side, Side] = ("key", "value")
         side_name = sides[side]
+        width = transforms.width((names.transform_k, names.transform_v)[side], d)
 
         def find(head: int, entry: int) -> tuple[Any, U8, int]:
             slots = PAGE if entry else (sinks + 15) // 16 * 16
             format_ = page if 0 < entry <= encoded else tail
-            size = format_.page_bytes(d, side_name, slots)
+            wide = width if 0 < entry <= encoded else d
+            size = format_.page_bytes(wide, side_name, slots)
             return format_, page_at(int(table[head, entry]), size), slots
 
         return find
@@ -191,10 +202,10 @@ class ReferenceBackend(Backend):
 
     def _read(self, step: Step, layer: int, row: int, side: int, head: int, n: int) -> F32:
         """Keys or values of tokens 0 to n - 1 of a row's sequence; freed pages read as NaN."""
-        shape, names = step.shapes[layer], step.formats[layer]
+        shape = step.shapes[layer]
         d, sinks = (shape.d_k, shape.d_v)[side], int(step.records[layer, row, 3])
         lowest, encoded = int(step.records[layer, row, 6]), int(step.records[layer, row, 4])
-        mapped = matrix((names.transform_k, names.transform_v)[side], d)
+        mapped = _map(step, layer, side, head)
         find = self._pages(step, layer, row, side)
         cells = np.full((n, d), np.nan, np.float32)
         for entry in range(0 if sinks else 1, 2 + max(n - 1 - sinks, -1) // PAGE):
@@ -203,11 +214,14 @@ class ReferenceBackend(Backend):
             if stop > max(lowest, start):
                 format_, page, slots = find(head, entry)
                 decode_page = (format_.decode_keys, format_.decode_values)[side]
-                numbers = _numbers(step, layer, side, head) if 0 < entry <= encoded else {}
-                stored = decode_page(page, d, slots, **numbers)[: stop - start]
-                # a map is orthogonal: going back here is what a mapped query amounts to
-                if mapped is not None and 0 < entry <= encoded:
-                    stored = stored @ mapped.T
+                numbers, back = {}, None
+                if 0 < entry <= encoded:
+                    numbers, back = _numbers(step, layer, side, head), mapped
+                width = d if back is None else back.shape[1]
+                stored = decode_page(page, width, slots, **numbers)[: stop - start]
+                # going back here is what a mapped query, or a map of the output, amounts to
+                if back is not None:
+                    stored = stored @ back.T
                 cells[start:stop] = stored
         return cells
 
@@ -236,20 +250,19 @@ class ReferenceBackend(Backend):
 
     def _encode(self, step: Step, layer: int, moves: tuple[I64, I64]) -> None:
         shape, names = step.shapes[layer], step.formats[layer]
-        sides: tuple[tuple[int, str, str, str, Side], ...] = (
-            (shape.d_k, names.tail_k, names.page_k, names.transform_k, "key"),
-            (shape.d_v, names.tail_v, names.page_v, names.transform_v, "value"),
+        sides: tuple[tuple[int, str, str, Side], ...] = (
+            (shape.d_k, names.tail_k, names.page_k, "key"),
+            (shape.d_v, names.tail_v, names.page_v, "value"),
         )
-        for (d, tail_name, page_name, transform, side), side_moves in zip(
-            sides, moves, strict=True
-        ):
-            mapped = matrix(transform, d)
+        for (d, tail_name, page_name, side), side_moves in zip(sides, moves, strict=True):
             tail, page = cache_format(tail_name), cache_format(page_name)
             for i, (entry_address, new) in enumerate(side_moves):
                 numbers = _numbers(step, layer, int(side == "value"), i % shape.n_kv)
+                mapped = _map(step, layer, int(side == "value"), i % shape.n_kv)
                 entry = table_at(int(entry_address), 1, 1)
                 old = page_at(int(entry[0, 0]), tail.page_bytes(d, side, PAGE))
-                fresh = page_at(int(new), page.page_bytes(d, side, PAGE))
+                width = d if mapped is None else mapped.shape[1]
+                fresh = page_at(int(new), page.page_bytes(width, side, PAGE))
                 decode_page: Any = tail.decode_keys if side == "key" else tail.decode_values
                 encode: Any = page.encode_keys if side == "key" else page.encode_values
                 cells = decode_page(old, d, PAGE)

@@ -1,21 +1,25 @@
 """Linear maps that a page's keys or values go through, per head: x [T, D] -> x @ M [T, R].
 
 Their pages hold the mapped channels; a query goes through the keys' map, and what comes out of the
-values' pages is taken back with M.T. Sinks and tail are never mapped.
+values' pages is taken back with M.T. Sinks and tail are never mapped. Low-rank maps are a
+calibration's: the leading right singular vectors of what a head's keys or values were.
 Source: llama.cpp PR 21038 (Hadamard, without random signs); Ashkboos
 et al. 2024, QuaRot, arXiv:2404.00456.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 
 from pykv.backends.base import F32
 from pykv.errors import ConfigError
+from pykv.formats.coded import HeadNumbers
 
 LEAST_BLOCK, MOST_BLOCK = 32, 256
+LOWRANK = "lowrank:"
 SEED = 0x70796B76  # part of the cache's format: pages are read with the matrix they were made with
 
 
@@ -27,8 +31,15 @@ def hadamard_block(d: int) -> int:
 
 def check(transform: str, flag: str) -> None:
     """Raise ConfigError for a name that is no transform's."""
-    if transform not in ("auto", "none", "hadamard", "random"):
-        raise ConfigError(f"{flag} '{transform}' is unknown: it is none, hadamard, random or auto")
+    rank = transform.removeprefix(LOWRANK)
+    known = transform in ("auto", "none", "hadamard", "random") or (
+        transform.startswith(LOWRANK) and rank.isascii() and rank.isdigit() and int(rank) > 0
+    )
+    if not known:
+        raise ConfigError(
+            f"{flag} '{transform}' is unknown: it is none, hadamard, random, auto, or lowrank:R "
+            "with R channels to keep"
+        )
 
 
 def resolve(transform: str, preferred: str, d: int, flag: str) -> str:
@@ -44,6 +55,8 @@ def resolve(transform: str, preferred: str, d: int, flag: str) -> str:
             f"{flag} hadamard needs a head width that 32 divides, and this model's is {d}; "
             "random or auto take any width"
         )
+    if width(transform, d) > d:
+        raise ConfigError(f"{flag} {transform}: this model's heads have {d} channels, keep fewer")
     return transform
 
 
@@ -58,17 +71,23 @@ def matrix(transform: str, d: int) -> F32 | None:
     return made
 
 
-@cache
-def kernel_matrix(transform: str, d: int, back: bool = False) -> F32 | None:
-    """The map, or the one back, as kernels take it: rows filled up with zeros to 16 columns."""
-    plain = matrix(transform, d)
-    if plain is None:
-        return None
-    plain = plain.T if back else plain
-    filled = np.zeros((len(plain), (plain.shape[1] + 15) // 16 * 16), np.float32)
-    filled[:, : plain.shape[1]] = plain
-    filled.setflags(write=False)
-    return filled
+def matrices(transform: str, d: int, numbers: Sequence[HeadNumbers]) -> F32 | None:
+    """The maps of a layer's KV heads, f32 [G, D, R], or [1, D, R] where all share one; or None.
+
+    Raises ConfigError: a low-rank map without its bases.
+    """
+    if not transform.startswith(LOWRANK):
+        shared = matrix(transform, d)
+        return None if shared is None else shared[None]
+    bases = [n.basis for n in numbers if n.basis is not None]
+    if not bases:
+        raise ConfigError(f"the transform {transform} needs a calibration file's bases")
+    return np.stack(bases)[:, :, : width(transform, d)]
+
+
+def width(transform: str, d: int) -> int:
+    """Channels that a head of width d has in the pages."""
+    return int(transform.partition(":")[2]) if transform.startswith(LOWRANK) else d
 
 
 def _hadamard(d: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

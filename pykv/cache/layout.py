@@ -69,6 +69,16 @@ def layouts_of(config: CacheConfig, shapes: Sequence[LayerShape]) -> list[LayerL
     ]
 
 
+def layers_with_own_keys(config: CacheConfig) -> set[int]:
+    """Layers for which an override names a key type."""
+    return {
+        layer
+        for first, last, type_k, _, _ in _overrides(config)
+        if type_k
+        for layer in range(first, last + 1)
+    }
+
+
 def _layout(config: CacheConfig, types: tuple[str, str], shape: LayerShape) -> LayerLayout:
     tails, maps = [], []
     for name, (transform, flag), d in zip(
@@ -204,8 +214,10 @@ def _page_bytes(shape: LayerShape, formats: CacheFormats, side: int, kind: str, 
     slots = (sinks + 15) // 16 * 16 if kind == "sinks" else PAGE
     if slots == 0:
         return 0
-    name = (formats.page_k, formats.page_v)[side]
-    if kind != "page":
+    name, d = (formats.page_k, formats.page_v)[side], (shape.d_k, shape.d_v)[side]
+    if kind == "page":
+        d = transforms.width((formats.transform_k, formats.transform_v)[side], d)
+    else:
         name = (formats.tail_k, formats.tail_v)[side]
-    n_bytes: int = find(name).page_bytes((shape.d_k, shape.d_v)[side], SIDES[side], slots)
+    n_bytes: int = find(name).page_bytes(d, SIDES[side], slots)
     return n_bytes

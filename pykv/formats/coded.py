@@ -62,6 +62,7 @@ class HeadNumbers:
     scale: F32 | np.float32 | None = None
     centre: F32 | np.float32 | None = None
     levels: F32 | None = None  # f32 [2**bits], rising, from -1 to 1
+    basis: F32 | None = None  # f32 [D, D]: a low-rank transform keeps its first columns
 
 
 class CodedFormat(BlockFormat):
@@ -107,6 +108,26 @@ class CodedFormat(BlockFormat):
         """f32 [64, d] -> how far each value lies outside its range; for a format with outliers."""
         raise NotImplementedError
 
+    def set_apart(
+        self, x: F32, side: Side, numbers: HeadNumbers | None
+    ) -> tuple[F32, npt.NDArray[np.bool_]]:
+        """A page's values [64, d] -> what its codes are of, and which are outliers.
+
+        Of the values beyond their ranges the farthest are taken, of equally far ones the first in
+        run order. For the ranges of values they then count as the nearest one of the rest.
+        """
+        taken, n = np.zeros(x.shape, bool), self.n_outliers(x.shape[1])
+        if n == 0:
+            return x, taken
+        distance = _in_run_order(self.beyond(x, side, numbers), side)
+        places = np.argsort(-distance, kind="stable")[:n]
+        taken[_at(places[distance[places] > 0], side)] = True
+        if side == "key":  # whose ranges do not depend on what is left
+            return x, taken
+        low = x.min(-1, keepdims=True, where=~taken, initial=np.inf)
+        high = x.max(-1, keepdims=True, where=~taken, initial=-np.inf)
+        return np.clip(x, low, high), taken
+
     def n_outliers(self, d: int) -> int:
         """Entries for outliers in a page of a head of width d."""
         return math.ceil(self.outliers * PAGE_TOKENS * d / 100)
@@ -127,7 +148,7 @@ class CodedFormat(BlockFormat):
         n, d = x.shape
         self._check_tokens(n)
         n_bytes = self.page_bytes(d, "key")
-        x, outliers = self.set_apart(x, "key", numbers)
+        x, outliers = self._outliers(x, "key", numbers)
         codes, arrays = np.empty((d, PAGE_TOKENS), np.uint8), []
         for place, group in _key_groups(x, self.key_axis):
             c, parameters = self._quantize(group, numbers)
@@ -157,12 +178,12 @@ class CodedFormat(BlockFormat):
         n, d = x.shape
         self._check_tokens(n)
         n_bytes = self.page_bytes(d, "value")
-        x, outliers = self.set_apart(x, "value", numbers)
+        x, outliers = self._outliers(x, "value", numbers)
         codes, arrays = np.zeros((PAGE_TOKENS, d), np.uint8), []
         for first, stop in _value_blocks(d, self.value_axis):
             codes[:, first:stop], parameters = self._quantize(x[:, first:stop], numbers)
             arrays.append(parameters)
-        runs = _in_run_order(codes, "value", np.uint8(0)).reshape(-1, RUN)
+        runs = _in_run_order(codes, "value").reshape(-1, RUN)
         return self._page(runs, arrays, outliers, n_bytes)
 
     def decode_values(
@@ -207,33 +228,19 @@ class CodedFormat(BlockFormat):
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             return self.quantize(x, numbers)
 
-    def set_apart(self, x: F32, side: Side, numbers: HeadNumbers | None) -> tuple[F32, U8]:
-        """What the codes are of, and the page's outliers as bytes.
-
-        Of the values beyond their ranges the farthest are taken, of equally far ones the first in
-        run order. For the ranges of the rest they count as the nearest value that was left.
-        """
+    def _outliers(self, x: F32, side: Side, numbers: HeadNumbers | None) -> tuple[F32, U8]:
+        """What the codes are of, and the page's outliers as bytes."""
         n = self.n_outliers(x.shape[1])
         if n == 0:
             return x, np.empty(0, np.uint8)
-        with np.errstate(over="ignore"):  # infinitely far is far enough
-            distance = _in_run_order(self.beyond(x, side, numbers), side, np.float32(0))
-        farthest = np.argsort(-distance, kind="stable")[:n]
-        places = np.sort(farthest[distance[farthest] > 0])
+        rest, taken = self.set_apart(x, side, numbers)
+        places = np.flatnonzero(_in_run_order(taken, side))
         slots = np.zeros((2, n), "<u2")
         slots[0] = UNUSED
         slots[0, : len(places)] = places
-        values = _in_run_order(x, side, np.float32(0))[places]
-        limited = np.clip(values, -MOST_SCALE, MOST_SCALE)
-        slots[1, : len(places)] = limited.astype("<f2").view("<u2")
-        out = slots.reshape(-1).view(np.uint8)
-        if side == "key":  # whose ranges do not depend on what is left
-            return x, out
-        left = np.ones(x.shape, bool)
-        left[_at(places, side)] = False
-        low = x.min(-1, keepdims=True, where=left, initial=np.inf)
-        high = x.max(-1, keepdims=True, where=left, initial=-np.inf)
-        return np.clip(x, low, high), out
+        values = np.clip(x[_at(places, side)], -MOST_SCALE, MOST_SCALE)
+        slots[1, : len(places)] = values.astype("<f2").view("<u2")
+        return rest, slots.reshape(-1).view(np.uint8)
 
     def _page(self, runs: U8, arrays: list[Parameters], outliers: U8, n_bytes: int) -> U8:
         parts = [_pack(runs, self.bits)]
@@ -283,12 +290,12 @@ def half(x: npt.NDArray[Any]) -> F32:
     return limited.astype(np.float16).astype(np.float32)
 
 
-def _in_run_order(x: npt.NDArray[Any], side: Side, fill: Any) -> npt.NDArray[Any]:
-    """[64, d] -> flat, in the order of a page's runs; padded channels of values hold `fill`."""
+def _in_run_order(x: npt.NDArray[Any], side: Side) -> npt.NDArray[Any]:
+    """[64, d] -> flat, in the order of a page's runs; padded channels of values are 0."""
     if side == "key":
         return x.T.reshape(-1)
     d = x.shape[1]
-    filled = np.pad(x, ((0, 0), (0, padded(d) - d)), constant_values=fill)
+    filled = np.pad(x, ((0, 0), (0, padded(d) - d)))
     return filled.reshape(PAGE_TOKENS, -1, VALUE_CHANNELS).transpose(1, 0, 2).reshape(-1)
 
 

@@ -208,7 +208,8 @@ def softmax(row, runs, stats):
     put_f32(stats + 4, reduce_add(total))
 
 
-# ctx: rows, heads, d_v, chunks, partial, stats, out, out_stride, d_v of pages, the matrix back or 0
+# ctx: rows, heads, d_v, chunks, partial, stats, out, out_stride, d_v of pages, the matrices back or
+# 0, their distance, heads of a KV head
 def combine(ctx, task, worker):
     """out[row, head] = the chunks' sums, weighted by their share of the softmax."""
     heads, d_v, chunks = scalar_i64(ctx + 8), scalar_i64(ctx + 16), scalar_i64(ctx + 24)
@@ -239,6 +240,7 @@ def combine(ctx, task, worker):
                 more = load_f32(partial + c * size * 4 + i)
                 store_f32(sums + i, load_f32(sums + i) + w * more)
     if matrix != 0:
+        matrix += head // scalar_i64(ctx + 88) * scalar_i64(ctx + 80)
         times_matrix(sums + width * 4, page_v, matrix, d_v, mapped)
         for i in range(d_v):
             put_f32(sums + i * 4, scalar_f32(sums + i * 4) + scalar_f32(mapped + i * 4))

@@ -71,8 +71,8 @@ def write(ctx, task, worker):
 
 
 # ctx: moves (int64 [n][2]: address of the table entry, address of the new page; KV heads in turn),
-# d, scratch, scratch per worker, matrix or 0, d of the new page, KV heads, and of the format's
-# extra float32 address and bytes per KV head
+# d, scratch, scratch per worker, matrices or 0, d of the new page, KV heads, of the format's extra
+# float32 address and bytes per KV head, and the distance of matrices
 def encode_page(ctx, task, worker):
     """Encode one full tail page into its new page, and put that in its table."""
     move = scalar_i64(ctx) + task * 16
@@ -82,6 +82,7 @@ def encode_page(ctx, task, worker):
     scratch = scalar_i64(ctx + 16) + worker * scalar_i64(ctx + 24)
     read_tail(scalar_i64(entry), d, PAGE, scratch, 0)
     if matrix != 0:
+        matrix += task % scalar_i64(ctx + 48) * scalar_i64(ctx + 72)
         mapped = scratch + (d + 31) // 32 * 32 * PAGE * 4
         turn_page(scratch, d, matrix, r, mapped)
         scratch = mapped

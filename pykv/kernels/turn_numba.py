@@ -1,7 +1,7 @@
 """Linear maps of heads: queries on their way to pages that hold mapped keys, pages, and outputs.
 
 A matrix is f32 [d][r], its rows filled up with zeros to a multiple of 16 columns; a head x becomes
-x times it.
+x times it. KV heads have a matrix each, or the distance between theirs is 0 bytes.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ def times_matrix(x, d, matrix, r, out):
                 store_f32(out + k, a)
 
 
-# ctx: x, x_stride, heads, d, matrix, r, out, out_stride
+# ctx: x, x_stride, heads, d, matrices, r, out, out_stride, distance of matrices, heads of a KV head
 def turn(ctx, task, worker):
     """Map one head of one row."""
     heads, d, r = scalar_i64(ctx + 16), scalar_i64(ctx + 24), scalar_i64(ctx + 40)
     row, h, mapped = task // heads, task % heads, stack(ROW_BYTES)
     x = scalar_i64(ctx) + row * scalar_i64(ctx + 8) + h * d * 4
     out = scalar_i64(ctx + 48) + row * scalar_i64(ctx + 56) + h * r * 4
-    times_matrix(x, d, scalar_i64(ctx + 32), r, mapped)
+    matrix = scalar_i64(ctx + 32) + h // scalar_i64(ctx + 72) * scalar_i64(ctx + 64)
+    times_matrix(x, d, matrix, r, mapped)
     for i in range(r):
         put_f32(out + i * 4, scalar_f32(mapped + i * 4))
 
