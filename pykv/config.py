@@ -40,10 +40,12 @@ class CacheConfig:
     transform_v: str = "auto"  # of value pages
     position: str = "write"  # when RoPE turns keys: write, or read (f32, f16, bf16 and kivi)
     override: str | None = None  # other types for some layers: "0-1=k:q8_0,v:q8_0;5=k:f16"
+    guard: str = "on"  # on: layers whose keys the type would spoil keep a safe one; off: all as set
 
     def __post_init__(self) -> None:
         _check_types(self)
         _check(0 <= self.sinks <= 64, f"kv sinks must be 0 to 64 tokens, not {self.sinks}")
+        _check(self.guard in ("on", "off"), f"kv guard must be on or off, not '{self.guard}'")
         if self.residual is not None:
             _check(
                 0 <= self.residual <= 65536,

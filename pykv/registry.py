@@ -26,9 +26,14 @@ def _plugins(folder: str) -> dict[str, EntryPoint]:
 
 def names(folder: str) -> list[str]:
     """Every key of a folder, sorted: its modules that are not machinery, and plugins."""
+    return list(_names(folder))
+
+
+@cache
+def _names(folder: str) -> tuple[str, ...]:
     package = importlib.import_module(f"pykv.{folder}")
     own = {m.name for m in pkgutil.iter_modules(package.__path__)} - _NOT_KEYS
-    return sorted(own | set(_plugins(folder)))
+    return tuple(sorted(own | set(_plugins(folder))))
 
 
 def find(folder: str, name: str, what: str) -> ModuleType:

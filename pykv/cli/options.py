@@ -192,6 +192,11 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
                 "LAYERS=TYPES",
                 "Other types for some layers: 0-1=k:q8_0,v:q8_0;5=k:f16.",
             ),
+            "guard": _f(
+                "--kv-guard",
+                "on|off",
+                "Keep q8_0 keys in layers whose keys carry a large bias or outlier channels.",
+            ),
         },
     ),
     SamplingConfig: (

@@ -19,7 +19,7 @@ from pykv.backends.base import F32, I32, Backend
 from pykv.cache import layout
 from pykv.cache.store import Store
 from pykv.config import CacheConfig, LoadConfig, SamplingConfig
-from pykv.engine import hub, memory
+from pykv.engine import guard, hub, memory, numbers
 from pykv.engine.chat import Chat
 from pykv.engine.divergence import Divergence
 from pykv.engine.logits_file import LogitsReader, LogitsWriter
@@ -145,13 +145,15 @@ class Model:
                 self._file.file, trained,
             )  # fmt: skip
         self.ubatch = min(load.ubatch, load.batch, self.n_ctx)
-        self._store = Store(self._graph.shapes, self.config, self.n_ctx)
+        self.config = guard.guarded(self.config, self._file, self._graph.shapes)
+        self._store = self._new_store(self.config, self.n_ctx)
         if load.check_memory:
             memory.check(
                 self._file.file, self._file.nbytes, self._scratch_bytes(), self.n_ctx,
                 self.store.estimate, memory.free_bytes(),
             )  # fmt: skip
         dev.prepare(self._graph.shapes, self.store.formats)
+        guard.self_test(dev, self.store)
 
     def _scratch_bytes(self) -> int:
         """About what a batch of `ubatch` tokens computes in, and the process itself."""
@@ -222,6 +224,7 @@ class Model:
             step = store.begin(batch, outputs)
             step.cancelled = cancelled
             logits = dev.run(self._graph, step)
+            guard.check_logits(logits, step)
         except BaseException:
             store.abort()
             raise
@@ -356,9 +359,14 @@ class Model:
         beside = self._another_store(CacheConfig(), ctx_size)
         return compare(self, beside, text, ctx_size, chunks, progress)
 
+    def _new_store(self, cache: CacheConfig, n_ctx: int) -> Store:
+        store = Store(self._graph.shapes, cache, n_ctx)
+        store.numbers = numbers.of_cache(self._file, self.path, store.shapes, store.formats)
+        return store
+
     def _another_store(self, cache: CacheConfig, n_ctx: int) -> Store:
         """A second cache for the same weights, its kernels ready."""
-        shapes, store = self._graph.shapes, Store(self._graph.shapes, cache, n_ctx)
+        shapes, store = self._graph.shapes, self._new_store(cache, n_ctx)
         if self.load_config.check_memory:
             memory.check(
                 self._file.file, self._file.nbytes, self._scratch_bytes(), n_ctx,

@@ -156,7 +156,8 @@ def walk_pages(
 # ctx: record of the first query, queries, q, q_stride, d_k, d_v, n_kv, group, queries per block,
 # window or 0, out, out_stride, scratch, scratch per worker, q for pages, its stride, d_k and d_v of
 # pages, the matrices back of their values or 0, of the formats' extra float32 for keys and values
-# address and bytes per KV head, the address of position_numba.py's numbers, and the distance of matrices
+# address and bytes per KV head, the address of position_numba.py's numbers, and the distance of
+# matrices
 def attend_prompt(ctx, task, worker):
     """Attention of one block of consecutive queries of one sequence, for one KV head."""
     n_kv, group, per_block = scalar_i64(ctx + 48), scalar_i64(ctx + 56), scalar_i64(ctx + 64)

@@ -43,6 +43,8 @@ CASES = [
     (["--kv-transform-k", "random"], "cache", "transform_k", "random"),
     (["--kv_transform_v=none"], "cache", "transform_v", "none"),
     (["--cache-type-override", "0=k:q8_0;3-4=v:f16"], "cache", "override", "0=k:q8_0;3-4=v:f16"),
+    (["--kv-position", "read"], "cache", "position", "read"),
+    (["--kv-guard", "off"], "cache", "guard", "off"),
     (["--temp", "0"], "sampling", "temperature", 0.0),
     (["--temperature", "1.5"], "sampling", "temperature", 1.5),
     (["--top-k", "-1"], "sampling", "top_k", -1),
