@@ -8,9 +8,12 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 
 
 def available() -> bool:
@@ -27,10 +30,22 @@ def version() -> str | None:
     return str(llama_cpp.__version__)
 
 
-class Peer:
-    """A model and a context with an f16 cache and flash attention."""
+def has_type(name: str) -> bool:
+    """Whether its cache takes a type of this name on a CPU."""
+    return name in CACHE_TYPES
 
-    def __init__(self, path: str, n_ctx: int, threads: int, n_batch: int = 512) -> None:
+
+class Peer:
+    """A model and a context with flash attention; `types` are those of its keys and values."""
+
+    def __init__(
+        self,
+        path: str,
+        n_ctx: int,
+        threads: int,
+        n_batch: int = 512,
+        types: tuple[str, str] = ("f16", "f16"),
+    ) -> None:
         import llama_cpp
 
         self._lib: Any = llama_cpp
@@ -44,6 +59,9 @@ class Peer:
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
         params.n_threads = params.n_threads_batch = threads
+        params.type_k, params.type_v = (
+            int(getattr(llama_cpp, f"GGML_TYPE_{name.upper()}")) for name in types
+        )
         params.flash_attn_type = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         if not self._model or not self._context:
@@ -67,6 +85,34 @@ class Peer:
         """Keep the first n tokens of the cache."""
         memory = self._lib.llama_get_memory(self._context)
         self._lib.llama_memory_seq_rm(memory, 0, n, -1)
+
+    def save(self, file: Path) -> None:
+        """Write what the cache holds."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # whole under its name, or not there: a file of half a cache would be believed
+        part = file.with_suffix(".part")
+        name = str(part).encode()
+        if not self._lib.llama_state_seq_save_file(self._context, name, 0, None, 0):
+            raise RuntimeError(f"llama.cpp cannot write {part}")
+        part.replace(file)
+
+    def restore(self, file: Path) -> None:
+        """Hold what `save` wrote, of the same model and the same types."""
+        self.truncate(0)
+        count, name = ctypes.c_size_t(), str(file).encode()
+        # without room for tokens, be there none in the file, only their number is read
+        room = (self._lib.llama_token * 1)()
+        read = self._lib.llama_state_seq_load_file(
+            self._context, name, 0, room, 1, ctypes.byref(count)
+        )
+        if not read or not self.length:
+            raise RuntimeError(f"llama.cpp cannot read {file}: delete it")
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        memory = self._lib.llama_get_memory(self._context)
+        return int(self._lib.llama_memory_seq_pos_max(memory, 0)) + 1
 
     def close(self) -> None:
         """Give back the context and the model."""

@@ -34,7 +34,7 @@ def _seconds(command: list[str], environ: dict[str, str] | None = None) -> tuple
 def start(options: Options) -> list[Result]:
     """`pykv generate -p Hello -n 1`, kernels compiled before."""
     results = []
-    for name in ("smollm2", "gemma3"):
+    for name in options.subjects:
         command = _command(options, name, "-p", "Hello", "-n", "1")
         _seconds(command)
         samples = [_seconds(command)[0] for _ in range(options.repeat)]
@@ -45,7 +45,7 @@ def start(options: Options) -> list[Result]:
 def compile(options: Options) -> list[Result]:
     """The first run on a machine: an empty cache folder of its own."""
     results = []
-    for name in ("smollm2", "gemma3"):
+    for name in options.subjects:
         with tempfile.TemporaryDirectory() as folder:
             environ = {**os.environ, "PYKV_CACHE_DIR": folder}
             command = _command(options, name, "-p", "Hello", "-n", "1")
@@ -65,7 +65,7 @@ def memory(options: Options) -> list[Result]:
         raise SystemExit("memory: this benchmark reads /proc, which this system does not have")
     text = "The quick brown fox jumps over the lazy dog. " * options.size(50, 4)
     results = []
-    for name in ("smollm2", "gemma3"):
+    for name in options.subjects:
         args = ("-p", text, "-n", str(options.size(64, 4)), "--json")
         _seconds(_command(options, name, *args))
         anonymous, beyond = [], []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks import process, speed
+from benchmarks import cache_kernel, cache_quality, cache_speed, process, speed
 from benchmarks.report import Benchmark
 
 _KERNELS = ("tests/contract/test_every_kernel.py", "tests/contract/test_every_model.py")
 _MODELS = ("tests/models", "tests/backends")
+_CACHES = ("tests/contract/test_every_cache_format.py", "tests/formats", "tests/cache")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,15 @@ BENCHMARKS = {
     "prompt": Entry(speed.prompt, (*_KERNELS, *_MODELS)),
     "long": Entry(speed.long, (*_KERNELS, *_MODELS, "tests/cache")),
     "busy": Entry(speed.busy, _KERNELS),
+    "cache-decode": Entry(cache_speed.decode, (*_CACHES, *_KERNELS, *_MODELS)),
+    "cache-prompt": Entry(cache_speed.prompt, (*_CACHES, *_KERNELS, *_MODELS)),
+    "cache-position": Entry(cache_speed.position, (*_CACHES, *_KERNELS, *_MODELS)),
+    "cache-kernel": Entry(cache_kernel.kernel, (*_CACHES, "tests/backends")),
+    "cache-bytes": Entry(cache_quality.nbytes, _CACHES),
+    "cache-quality": Entry(
+        cache_quality.quality,
+        (*_CACHES, *_MODELS, "tests/engine/test_perplexity.py", "tests/engine/test_divergence.py"),
+    ),
     "start": Entry(process.start, ("tests/cli/test_generate.py",)),
     "compile": Entry(process.compile, ("tests/cli/test_generate.py",)),
     "memory": Entry(process.memory, ("tests/cache",)),

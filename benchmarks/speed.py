@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,35 +15,52 @@ import pykv
 from benchmarks import llamacpp
 from benchmarks.report import Options, Result
 
-MODELS = ("smollm2", "gemma3")
 PAUSE_S = 0.2  # lets the other side's threads, which wait actively for a while, go to sleep
 GREEDY = pykv.SamplingConfig(temperature=0, ignore_eos=True)
 Measure = Callable[[], float]
 
 
+def in_turn(repeat: int, measures: Mapping[str, Measure]) -> dict[str, list[float]]:
+    """Samples of each, taken in turn, in reverse every other round; one of each is dropped."""
+    samples: dict[str, list[float]] = {side: [] for side in measures}
+    for number in range(repeat + 1):
+        for side in measures if number % 2 else reversed(measures):
+            time.sleep(PAUSE_S)
+            sample = measures[side]()
+            if number:
+                samples[side].append(sample)
+    return samples
+
+
 def alternate(
     repeat: int, ours: Measure, theirs: Measure | None
 ) -> tuple[list[float], list[float]]:
-    """Samples of both, taken in turn, each first in every other round; one of each is dropped."""
-    sides = [(ours, []), *([(theirs, [])] if theirs is not None else [])]
-    for number in range(repeat + 1):
-        for measure, samples in sides if number % 2 else sides[::-1]:
-            time.sleep(PAUSE_S)
-            sample = measure()
-            if number:
-                samples.append(sample)
-    return sides[0][1], sides[1][1] if theirs is not None else []
+    """Samples of both, taken in turn."""
+    sides = {"ours": ours} if theirs is None else {"ours": ours, "theirs": theirs}
+    samples = in_turn(repeat, sides)
+    return samples["ours"], samples.get("theirs", [])
 
 
-def load(options: Options, name: str, n_ctx: int, threads: int | None = None) -> pykv.Model:
-    """One of the two models, with the default cache."""
+def load(
+    options: Options,
+    name: str,
+    n_ctx: int,
+    threads: int | None = None,
+    cache: pykv.CacheConfig | None = None,
+) -> pykv.Model:
+    """One of the two models; None: with the default cache."""
     config = pykv.LoadConfig(ctx_size=n_ctx, threads=threads or options.threads)
-    return pykv.load(options.models[name], load=config)
+    return pykv.load(options.models[name], load=config, cache=cache)
+
+
+def compared(options: Options) -> bool:
+    """Whether llama.cpp is measured too."""
+    return llamacpp.available() and not options.alone
 
 
 def peer(options: Options, name: str, n_ctx: int, threads: int | None = None) -> Any:
     """The same model in llama.cpp, or a context that gives None."""
-    if not llamacpp.available():
+    if not compared(options):
         return nullcontext(None)
     return llamacpp.Peer(str(options.models[name]), n_ctx, threads or options.threads)
 
@@ -75,7 +92,7 @@ def their_generate(other: llamacpp.Peer, n: int, kept: int = 0) -> float:
 def decode(options: Options) -> list[Result]:
     """Greedy decoding from an empty cache."""
     n, results = options.size(64, 4), []
-    for name in MODELS:
+    for name in options.subjects:
         with load(options, name, 1024) as model, peer(options, name, 1024) as other:
             theirs = (lambda o=other: their_generate(o, n)) if other else None
             ours, others = alternate(options.repeat, lambda m=model: generate(m, n), theirs)
@@ -122,7 +139,7 @@ def prompt(options: Options) -> list[Result]:
         other.greedy()
         return n / (time.perf_counter() - started)
 
-    for name in MODELS:
+    for name in options.subjects:
         with load(options, name, 1024) as model, peer(options, name, 1024) as other:
             theirs = (lambda o=other: theirs_of(o)) if other else None
             ours, others = alternate(options.repeat, lambda m=model: ours_of(m), theirs)
@@ -136,7 +153,7 @@ def prompt(options: Options) -> list[Result]:
 def long(options: Options) -> list[Result]:
     """Decoding after 4,096 tokens in an f16 cache."""
     n, before, results = options.size(32, 4), options.size(4096, 256), []
-    for name in MODELS:
+    for name in options.subjects:
         with load(options, name, before + 512) as model, peer(options, name, before + 512) as other:
             ids, sequence = tokens_of(before), model.store.new_sequence()
             for start in range(0, before, 256):
@@ -146,7 +163,7 @@ def long(options: Options) -> list[Result]:
                     other.read(part.tolist())
             theirs = (lambda o=other: their_generate(o, n, before)) if other else None
             ours, others = alternate(
-                options.repeat, lambda m=model, s=sequence: _after(m, s, n), theirs
+                options.repeat, lambda m=model, s=sequence: after(m, s, n), theirs
             )
             results.append(
                 Result("long", f"decode after {before} tokens, f16 cache", name, "tokens/s", ours,
@@ -155,7 +172,7 @@ def long(options: Options) -> list[Result]:
     return results
 
 
-def _after(model: pykv.Model, sequence: int, n: int) -> float:
+def after(model: pykv.Model, sequence: int, n: int) -> float:
     """Tokens per second of greedy decoding after a sequence, which stays as it is."""
     fork, row = model.store.fork(sequence), np.zeros(1, np.int32)
     logits = model.step([(fork, np.array(tokens_of(1), np.int32))], row)
@@ -198,7 +215,7 @@ def busy(options: Options) -> list[Result]:
             Result("busy", "decode beside a busy process, -t 2", name, "tokens/s", ours,
                    "pykv -t 1", others)
         )  # fmt: skip
-    if llamacpp.available():
+    if compared(options):
         with peer(options, name, 512, 2) as two, peer(options, name, 512, 1) as one, busy_core():
             ours, others = alternate(
                 options.repeat, lambda: their_generate(two, n), lambda: their_generate(one, n)
