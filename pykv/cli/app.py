@@ -1,7 +1,8 @@
 """`pykv`: mounts every command by its file's name, and turns errors into one line.
 
 A command is a module of this folder with a function `command`, whose docstring is its help, and a
-string EXAMPLE.  Nothing of the engine is imported until a command runs.
+string EXAMPLE; an underscore in its name is a hyphen in the command's.  Nothing of the engine is
+imported until a command runs.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _UsageError: type[Any] = next(c for c in typer.BadParameter.__mro__ if c.__name_
 def stems() -> list[str]:
     """The commands' names."""
     found = {m.name for m in pkgutil.iter_modules(import_module("pykv.cli").__path__)}
-    return sorted(n for n in found - _NOT_COMMANDS if not n.startswith("_"))
+    return sorted(n.replace("_", "-") for n in found - _NOT_COMMANDS if not n.startswith("_"))
 
 
 def _module(stem: str) -> ModuleType:
-    return import_module(f"pykv.cli.{stem}")
+    return import_module(f"pykv.cli.{stem.replace('-', '_')}")
 
 
 class _Value:

@@ -10,14 +10,16 @@ error in the range is multiplied by. Low-rank bases: right singular vectors of e
 turned by RoPE, and values.
 
 The first 4 tokens of a chunk count for scales only: the cache keeps them exact. Levels, percentiles
-and weights are those of some tokens of each chunk, drawn once for all layers with a fixed seed: as
-many as let the keys and weights that are held take 384 MiB, and 1,024 at least. Least and largest
-values, scales and bases are of all tokens.
+and weights are those of some pages of 64 tokens of each chunk, drawn once for all layers with a
+fixed seed: as many as let the keys and weights that are held take 384 MiB, and 1,024 tokens at
+least. Least and largest values, scales and bases are of all tokens. A page's outliers, as the
+format chooses them, have no weight; what lies beyond a range and is none counts as its end.
 
 Where KVQuant differs: its weights are squared gradients of the model's loss, from a backward pass,
 which sees what later layers do with an error, and are not multiplied by the range's width; its
-k-means starts at random and sees every token; every key beyond the percentiles is an outlier of it,
-while here a page has entries for a fixed number, and its values' outliers too are by percentiles.
+k-means starts at random and sees every token, but no value beyond a range; every key beyond the
+percentiles is an outlier of it, while a page has entries for a fixed number; so are the values of a
+token beyond its own percentiles.
 Source: Hooper et al. 2024, KVQuant, arXiv:2401.18079, section 3.3; github.com/SqueezeAILab/KVQuant,
 quant/llama_simquant.py, and quant/kvquant/simquant_module_quantizer.py.
 """

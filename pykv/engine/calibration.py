@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from pykv.errors import ConfigError, GGUFError
 from pykv.formats.coded import HeadNumbers
 from pykv.gguf import GGUFFile, open_gguf
 from pykv.gguf.writer import write_gguf
+
+if TYPE_CHECKING:
+    from pykv.engine.model import Model
 
 Side = Literal["key", "value"]
 VERSION = 1
@@ -130,6 +133,13 @@ def write(calibration: Calibration, identity: Identity) -> Path:
     }
     write_gguf(path, metadata, tensors)
     return path
+
+
+def write_all(model: Model, calibrations: Sequence[Calibration]) -> list[tuple[Calibration, Path]]:
+    """Write a loaded model's calibrations; each with its file."""
+    with open_gguf(model.path) as file:
+        owner = identity(file, model.store.shapes)
+    return [(each, write(each, owner)) for each in calibrations]
 
 
 def find(type_: str, identity: Identity) -> Calibration | None:

@@ -30,9 +30,9 @@ class Histogram:
         self.sums: F64 = np.zeros(BINS)
 
     def add(self, x: NDArray[Any], weights: NDArray[Any]) -> None:
-        """Numbers and weights of one shape; numbers outside -1 to 1 are left out."""
-        inside = np.abs(x) <= 1
-        x, weights = x[inside].astype(np.float64), weights[inside].astype(np.float64)
+        """Numbers and weights of one shape; a number beyond -1 or 1 counts as that."""
+        x = np.clip(x, -1, 1).astype(np.float64).reshape(-1)
+        weights = weights.astype(np.float64).reshape(-1)
         bins = np.minimum(((x + 1) * (BINS / 2)).astype(np.int64), BINS - 1)
         self.weights += np.bincount(bins, weights, BINS)
         self.sums += np.bincount(bins, weights * x, BINS)

@@ -63,7 +63,9 @@ def _heads(
     name: str,
     transform: str,
 ) -> list[HeadNumbers]:
-    own = found.get(name)
+    # a head's scale was measured on what no transform had turned
+    turned = transform != "none" and cache_format(name).calibration == "scale"
+    own = None if turned else found.get(name)
     heads = [HeadNumbers() if own is None else own.numbers(layer, side, h) for h in range(n_kv)]
     bases = found.get(calibration.LOWRANK) if transform.startswith(LOWRANK) else None
     if bases is not None:

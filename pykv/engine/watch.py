@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +58,7 @@ class Watch:
         self._ctx, self._rows = ctx_size, np.empty(0, np.int64)
         token_bytes = 8 * sum(s.n_kv * s.d_k for s in shapes)
         wanted = max(SAMPLE_BYTES // token_bytes, LEAST_SAMPLE)
-        self._n_rows = -(-wanted // n_chunks)
+        self._n_pages = -(-wanted // (n_chunks * PAGE_TOKENS))
         self._notes = [self._blank(s) for s in shapes]
 
     def _blank(self, s: LayerShape) -> _Notes:
@@ -70,11 +71,12 @@ class Watch:
         )
 
     def begin(self, chunk: int) -> None:
-        """A chunk comes: draw the tokens whose weights count."""
-        whole = (self._ctx - FIRST) // PAGE_TOKENS * PAGE_TOKENS
+        """A chunk comes: draw the pages whose tokens' weights count."""
+        whole = (self._ctx - FIRST) // PAGE_TOKENS
         rng = np.random.default_rng((SEED, chunk))
-        drawn = rng.choice(whole, min(self._n_rows, whole), replace=False)
-        self._rows = np.sort(drawn).astype(np.int64) + FIRST
+        drawn = np.sort(rng.choice(whole, min(self._n_pages, whole), replace=False))
+        first = FIRST + PAGE_TOKENS * drawn.astype(np.int64)
+        self._rows = (first[:, None] + np.arange(PAGE_TOKENS)).reshape(-1)
         for notes in self._notes:
             notes.waiting.clear()
 
@@ -117,12 +119,11 @@ class Watch:
         notes.weights.append(np.stack([of_keys for _, of_keys in of_heads], 1))
         by_outliers = {f.outliers: f for f in self._levelled}
         for g, (of_values, _) in enumerate(of_heads):
-            for outliers, format_ in by_outliers.items():
-                x, weights = v[:, g], np.zeros((len(v), 1), np.float32)
-                weights[self._rows, 0] = of_values
-                for first in range(FIRST, len(v) - PAGE_TOKENS + 1, PAGE_TOKENS):
-                    page = slice(first, first + PAGE_TOKENS)
-                    _note_values(format_, x[page], weights[page], notes.values[outliers])
+            pages = _pages(v[self._rows, g], of_values[:, None])
+            for (outliers, format_), (x, weights) in product(by_outliers.items(), pages):
+                rest, taken = format_.set_apart(x, "value", None)
+                ratio, (scale, _) = format_.within(rest, None)
+                notes.values[outliers].add(ratio, weights * scale**2 * ~taken)
 
     # what follows
 
@@ -153,9 +154,13 @@ class Watch:
         half = np.float32(0.5)
         centre, scale = high * half + low * half, high * half - low * half
         format_ = next(f for f in self._levelled if f.outliers == outliers)
-        ratio, _ = format_.within(keys, HeadNumbers(scale, centre))
         of_keys = Histogram()
-        of_keys.add(ratio, weights * scale**2)
+        for g in range(keys.shape[1]):
+            numbers = HeadNumbers(scale[g], centre[g])
+            for x, weight in _pages(keys[:, g], weights[:, g]):
+                _, taken = format_.set_apart(x, "key", numbers)
+                ratio, _ = format_.within(x, numbers)
+                of_keys.add(ratio, weight * scale[g] ** 2 * ~taken)
         by_count = of_keys.levels(counts), notes.values[outliers].levels(counts)
         return {
             n: {
@@ -180,12 +185,10 @@ class Watch:
         return out
 
 
-def _note_values(format_: CodedFormat, page: F32, weights: F32, into: Histogram) -> None:
-    """Values [64, D] of a page, and their tokens' weights [64, 1]."""
-    rest, _ = format_.set_apart(page, "value", None)
-    ratio, (scale, _) = format_.within(rest, None)
-    weights = weights * scale**2 * (rest == page)  # outliers have no level
-    into.add(ratio, weights)
+def _pages(x: F32, weights: F32) -> list[tuple[F32, F32]]:
+    """[pages * 64, D] and weights of as many tokens, page by page."""
+    n = len(x) // PAGE_TOKENS
+    return list(zip(np.split(x, n), np.split(weights, n), strict=True))
 
 
 def _scales(notes: _Notes, format_: CodedFormat) -> dict[str, F32]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pykv import registry
-from pykv.formats.coded import CodedFormat
+from pykv.formats.coded import CodedFormat, HeadNumbers
 
 FORMATS = {n: registry.find("formats", n, "cache type").FORMAT for n in registry.names("formats")}
 CODED = [name for name, format_ in FORMATS.items() if isinstance(format_, CodedFormat)]
@@ -17,12 +17,25 @@ GGML = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 SIDES = ["key", "value"]
 
 
-def round_trip(name, side, x, **more):
-    """What a page gives back."""
+def numbers_of(name, side, d):
+    """What a calibration file would say; levels include 0, and channels reach from -1 to 1."""
     format_ = FORMATS[name]
+    if format_.calibration != "levels":
+        return None
+    middle = 2 ** (format_.bits - 1)
+    levels = ((np.arange(2 * middle) - middle) / middle).astype(np.float32)
+    if side == "value":
+        return HeadNumbers(levels=levels)
+    return HeadNumbers(np.ones(d, np.float32), np.zeros(d, np.float32), levels)
+
+
+def round_trip(name, side, x):
+    """What a page gives back."""
+    format_, d = FORMATS[name], x.shape[1]
+    numbers = numbers_of(name, side, d)
     if side == "key":
-        return format_.decode_keys(format_.encode_keys(x, **more), x.shape[1], **more)
-    return format_.decode_values(format_.encode_values(x, **more), x.shape[1], **more)
+        return format_.decode_keys(format_.encode_keys(x, numbers), d, numbers=numbers)
+    return format_.decode_values(format_.encode_values(x, numbers), d, numbers=numbers)
 
 
 # bounds
@@ -48,6 +61,15 @@ def around_zero(step, levels, peak):
     return peak * step + levels * h(peak / levels)
 
 
+def in_levels(levels, low, high):
+    """From the middle of a range to its ends; levels reach from -1 to 1 less a step, evenly."""
+    centre = (low + high) / 2
+    half = (high - low) / 2 + h(centre)  # as far as the end from the rounded middle
+    # the range's upper end is a step from the last level, its lower end a level; a scale rounded
+    # down, and then a code's product and sum, add the rest
+    return half * 2 / levels + 2 * h(half) + h(centre)
+
+
 BOUNDS = {  # x, least, most and 2-norm of the value's group, all f64 -> the docstring's bound
     "q8_0": lambda x, low, high, norm: around_zero(1 / 254, 127, np.maximum(high, -low)),
     "q5_1": lambda x, low, high, norm: uniform(31, low, high - low),
@@ -65,6 +87,9 @@ BOUNDS = {  # x, least, most and 2-norm of the value's group, all f64 -> the doc
     # of one value, as of all together; test_tq4.py has the bound of a vector
     "tq4": lambda x, low, high, norm: 2**0.5 * norm + 3 * 2.0**-25,
     "tq3": lambda x, low, high, norm: 2**0.5 * norm + 3 * 2.0**-25,
+    "nuq4": lambda x, low, high, norm: in_levels(16, low, high),
+    "nuq3": lambda x, low, high, norm: in_levels(8, low, high),
+    "nuq2": lambda x, low, high, norm: in_levels(4, low, high),
     "fp8_e4m3": lambda x, low, high, norm: np.maximum(
         np.maximum(np.abs(x) / 16, 2.0**-10), np.abs(x) - 448
     ),
@@ -98,6 +123,12 @@ def bound(name, side, x):
     return out
 
 
+def key_bound(name, x):
+    """f64 [64, d]: channels from -1 to 1 of the numbers above, and what lies beyond."""
+    step = 2.0 ** (1 - FORMATS[name].bits)
+    return np.maximum(step, np.abs(x.astype(float)) - (1 - step)) + 2.0**-22
+
+
 @st.composite
 def pages(draw):
     """f32 [64, d] of a few values, zeros and denormals and the ends of float16 among them."""
@@ -123,7 +154,9 @@ def test_no_value_errs_by_more_than_the_bound(name, x):
     for side in SIDES:
         back = round_trip(name, side, x)
         assert back.dtype == np.float32
-        excess = np.abs(back.astype(float) - x) - bound(name, side, x)
+        ranged = FORMATS[name].calibration == "levels" and side == "key"
+        most = key_bound(name, x) if ranged else bound(name, side, x)
+        excess = np.abs(back.astype(float) - x) - most
         assert excess.max() <= 0, (side, np.unravel_index(excess.argmax(), x.shape))
 
 

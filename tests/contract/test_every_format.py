@@ -8,7 +8,7 @@ import pytest
 
 from pykv import registry
 from pykv.errors import FormatError
-from pykv.formats.coded import CodedFormat
+from pykv.formats.coded import CodedFormat, HeadNumbers
 
 NAMES = registry.names("formats")
 FORMATS = {name: registry.find("formats", name, "cache type").FORMAT for name in NAMES}
@@ -153,6 +153,18 @@ def test_types_without_pages_say_so(name):
             call()
 
 
+def numbers_of(name, side, d):
+    """What a calibration file would say; levels include 0, and channels reach from -1 to 1."""
+    format_ = FORMATS[name]
+    if format_.calibration != "levels":
+        return None
+    middle = 2 ** (format_.bits - 1)
+    levels = ((np.arange(2 * middle) - middle) / middle).astype(np.float32)
+    if side == "value":
+        return HeadNumbers(levels=levels)
+    return HeadNumbers(np.ones(d, np.float32), np.zeros(d, np.float32), levels)
+
+
 @pytest.mark.parametrize("name", CODED)
 @pytest.mark.parametrize("d", [1, 32, 80, 100, 128, 576])
 def test_a_page_of_codes_has_its_size_and_decodes_to_64_tokens(name, d):
@@ -162,17 +174,20 @@ def test_a_page_of_codes_has_its_size_and_decodes_to_64_tokens(name, d):
         ("key", format_.encode_keys, format_.decode_keys),
         ("value", format_.encode_values, format_.decode_values),
     ):
-        page = encode(x)
+        numbers = numbers_of(name, side, d)
+        page = encode(x, numbers)
         assert page.dtype == np.uint8
         assert page.shape == (format_.page_bytes(d, side),)
         assert page.size % 64 == 0
         assert format_.bits_per_value(d, side) == page.size * 8 / (64 * d)
-        back = decode(page, d)
+        back = decode(page, d, numbers=numbers)
         assert back.shape == (64, d)
         assert back.dtype == np.float32
         # neither strides nor what was in memory before matter
-        np.testing.assert_array_equal(encode(np.asfortranarray(x)), page)
-        np.testing.assert_array_equal(decode(np.stack([page, page], 1)[:, 0], d), back)
+        np.testing.assert_array_equal(encode(np.asfortranarray(x), numbers), page)
+        np.testing.assert_array_equal(
+            decode(np.stack([page, page], 1)[:, 0], d, numbers=numbers), back
+        )
 
 
 @pytest.mark.parametrize("name", FLOATS)

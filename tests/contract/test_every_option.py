@@ -10,8 +10,6 @@ import pytest
 from pykv.cli import app, options
 from pykv.config import CacheConfig, LoadConfig, SamplingConfig
 
-FOLDER = Path(inspect.getfile(app)).parent
-
 
 def groups_of(stem):
     command = app._module(stem).command
@@ -20,7 +18,7 @@ def groups_of(stem):
 
 def load_calls(stem):
     """The calls of Screen.loaded, through which a command opens its model."""
-    tree = ast.parse((FOLDER / f"{stem}.py").read_text(encoding="utf-8"))
+    tree = ast.parse(Path(inspect.getfile(app._module(stem))).read_text(encoding="utf-8"))
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     return [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "loaded"]
 

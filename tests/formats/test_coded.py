@@ -9,10 +9,11 @@ import pytest
 
 from pykv import registry
 from pykv.errors import FormatError
-from pykv.formats.coded import CodedFormat
+from pykv.formats.coded import CodedFormat, HeadNumbers
 
 FORMATS = {n: registry.find("formats", n, "cache type").FORMAT for n in registry.names("formats")}
 CODED = [name for name, format_ in FORMATS.items() if isinstance(format_, CodedFormat)]
+NUQ = ["nuq4", "nuq3", "nuq2"]  # whose layout test_nuq4.py checks
 WIDTHS = [9, 32, 40, 64, 72, 80, 100, 112, 128, 256]
 
 # bits, what shares a scale among keys and among values, and whether there is a minimum
@@ -173,6 +174,18 @@ def parts(name, page, d, side):
     return codes, scale, minimum, start + 2 * len(numbers)
 
 
+def numbers_of(name, side, d):
+    """What a calibration file would say; levels include 0, and channels reach from -1 to 1."""
+    format_ = FORMATS[name]
+    if format_.calibration != "levels":
+        return None
+    middle = 2 ** (format_.bits - 1)
+    levels = ((np.arange(2 * middle) - middle) / middle).astype(np.float32)
+    if side == "value":
+        return HeadNumbers(levels=levels)
+    return HeadNumbers(np.ones(d, np.float32), np.zeros(d, np.float32), levels)
+
+
 def coders(name, side):
     format_ = FORMATS[name]
     if side == "key":
@@ -299,20 +312,21 @@ def test_defaults_follow_the_bits(name):
 
 def test_no_format_is_left_out():
     assert set(SHAPES) == set(VALUES) == set(BITS)
-    assert set(SHAPES) <= set(CODED)
+    assert {*SHAPES, *NUQ} == set(CODED)
 
 
 @pytest.mark.parametrize("name", CODED)
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_a_page_of_another_size_or_number_of_tokens_is_refused(name, side):
     encode, decode = coders(name, side)
-    page = encode(np.zeros((64, 72), np.float32))
+    numbers = numbers_of(name, side, 72)
+    page = encode(np.zeros((64, 72), np.float32), numbers)
     for torn in (page[:-1], page[:-64], np.append(page, page[:64]), page[None], page[:0]):
         with pytest.raises(FormatError, match=rf"{name}: a page of shape .* {page.size} bytes"):
-            decode(torn, 72)
+            decode(torn, 72, numbers=numbers)
     for n in (0, 1, 16, 63, 65, 128):
         with pytest.raises(FormatError, match=f"{name}: a page takes 64 tokens, not {n}$"):
-            encode(np.zeros((n, 72), np.float32))
+            encode(np.zeros((n, 72), np.float32), numbers)
     for n in (0, 16, 63):
         with pytest.raises(FormatError, match=f"not {n}$"):
             decode(page, 72, n)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pykv.formats import fp8_e4m3, fp8_e5m2
+from pykv.formats.coded import HeadNumbers
 
 torch = pytest.importorskip("torch", reason="torch knows both float8 types")
 
@@ -93,8 +94,9 @@ def test_a_head_s_scale_divides_before_and_multiplies_after(format_, kind, large
     x = np.random.default_rng(4).standard_normal((64, 40)).astype(np.float32) * np.float32(30)
     x[5, 7], x[6, 7] = 65504, -65504
     expected = their_values(theirs(x / s, kind, largest), kind) * s
-    keys = format_.decode_keys(format_.encode_keys(x, scale=s), 40, scale=s)
-    values = format_.decode_values(format_.encode_values(x, scale=s), 40, scale=s)
+    head = HeadNumbers(scale=s)
+    keys = format_.decode_keys(format_.encode_keys(x, head), 40, numbers=head)
+    values = format_.decode_values(format_.encode_values(x, head), 40, numbers=head)
     np.testing.assert_array_equal(keys, expected)
     np.testing.assert_array_equal(values, expected)
 
