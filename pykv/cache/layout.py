@@ -17,8 +17,8 @@ from pykv.formats.coded import find
 
 TAIL_TYPES = ("f16", "bf16", "f32")
 SIDES: tuple[Side, Side] = ("key", "value")
-_TYPE = r"(\w+(?::\w+=[\d.]+%)?)"
-_OVERRIDE = re.compile(rf"(\d+)(?:-(\d+))?=(?:k:{_TYPE})?(,?)(?:v:{_TYPE})?")
+_TYPE = r"(\w+(?::\w+=[0-9.]+%)?)"
+_OVERRIDE = re.compile(rf"([0-9]+)(?:-([0-9]+))?=(?:k:{_TYPE})?(,?)(?:v:{_TYPE})?")
 
 
 @dataclass(frozen=True, eq=False)  # layers of other widths have another, be it equal

@@ -92,13 +92,13 @@ def command(
         ) as opened:
             some = None if chunks == -1 else chunks
             report = _measure(screen, opened, text, chosen, ctx_size, some, outlier_ratio)
-        if plot is not None:
-            _draw(report, plot)
         if output.json:
             screen.json(report.to_dict())
         else:
             _summary(screen, report)
             _heads(screen, report, layers)
+        if plot is not None:  # last: a picture that cannot be saved does not take the report along
+            _draw(report, plot)
 
 
 def _check(

@@ -181,7 +181,9 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
                 "--kv-tail-type", "TYPE", "Type of the exact tokens.  Default: f16, or wider."
             ),
             "transform_k": _f(
-                "--kv-transform-k", "NAME", "none, hadamard, random; auto: what suits the key type."
+                "--kv-transform-k",
+                "NAME",
+                "none, hadamard, random, lowrank:R; auto: what suits the type.",
             ),
             "transform_v": _f("--kv-transform-v", "NAME", "The same for values."),
             "position": _f(

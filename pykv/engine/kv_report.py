@@ -99,7 +99,9 @@ class Report:
         """A head's outlier channels and their ratios, the largest first."""
         ratios = self.ratios(layer)[head]
         ordered = np.argsort(-ratios, kind="stable")
-        return [(int(c), float(ratios[c])) for c in ordered if ratios[c] > self.outlier_ratio]
+        return [
+            (int(c), float(ratios[c])) for c in ordered if float(ratios[c]) > self.outlier_ratio
+        ]
 
     def worst(self, n: int) -> list[tuple[int, int]]:
         """At most n heads, layer and head, those first that are farthest above a type's median."""

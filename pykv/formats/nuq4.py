@@ -34,7 +34,7 @@ from pykv.formats.base import F32, U8, Side
 from pykv.formats.coded import CodedFormat, HeadNumbers, Parameters, half
 
 MOST_OUTLIERS = 25  # percent
-_OUTLIERS = re.compile(r"outliers=(\d{1,3}(?:\.\d{1,6})?)%")
+_OUTLIERS = re.compile(r"outliers=([0-9]{1,3}(?:\.[0-9]{1,6})?)%")
 
 
 class Nuq4(CodedFormat):
