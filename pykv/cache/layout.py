@@ -16,6 +16,7 @@ from pykv.formats.base import Side
 from pykv.formats.coded import find
 
 TAIL_TYPES = ("f16", "bf16", "f32")
+LEAST_SINKS = 4  # tokens that a calibration leaves out; see engine/calibrate.py
 SIDES: tuple[Side, Side] = ("key", "value")
 _TYPE = r"(\w+(?::\w+=[0-9.]+%)?)"
 _OVERRIDE = re.compile(rf"([0-9]+)(?:-([0-9]+))?=(?:k:{_TYPE})?(,?)(?:v:{_TYPE})?")
@@ -37,7 +38,7 @@ def cache_types() -> list[str]:
 def check(config: CacheConfig) -> None:
     """Raise ConfigError for what is wrong whatever the model: types, transforms, overrides."""
     for name in (config.type_k, config.type_v):
-        _format(name)
+        _check_sinks(name, config.sinks)
     if config.tail_type is not None and config.tail_type not in TAIL_TYPES:
         raise ConfigError(
             f"kv tail type '{config.tail_type}' is unknown; it is one of {', '.join(TAIL_TYPES)}"
@@ -47,6 +48,15 @@ def check(config: CacheConfig) -> None:
     if config.position not in ("write", "read"):
         raise ConfigError(f"--kv-position '{config.position}' is unknown: it is write or read")
     _overrides(config)
+
+
+def _check_sinks(name: str, sinks: int) -> None:
+    """Raise ConfigError: the type's ranges were measured without the tokens that it would hold."""
+    if _format(name).calibration == "levels" and sinks < LEAST_SINKS:
+        raise ConfigError(
+            f"cache type {name} needs the first {LEAST_SINKS} tokens kept exact, because its "
+            f"ranges are measured without them: --kv-sinks {sinks} is too few"
+        )
 
 
 def layouts_of(config: CacheConfig, shapes: Sequence[LayerShape]) -> list[LayerLayout]:
@@ -149,6 +159,7 @@ def _overrides(config: CacheConfig) -> list[tuple[int, int, str | None, str | No
         for name in (match[3], match[5]):
             if name is not None:
                 _format(name, f"cache type override '{part.strip()}': ")
+                _check_sinks(name, config.sinks)
         found.append((first, last, match[3], match[5], part.strip()))
     return found
 

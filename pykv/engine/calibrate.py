@@ -95,7 +95,8 @@ def _checked(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(stem, known, 1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise ConfigError(
-        f"unknown type '{name}' to calibrate: it is one of {', '.join(known)}; all alone means each of them{hint}"
+        f"unknown type '{name}' to calibrate: it is one of {', '.join(known)}; "
+        f"all, alone, means each of them{hint}"
     )
 
 

@@ -119,7 +119,8 @@ class CodedFormat(BlockFormat):
         taken, n = np.zeros(x.shape, bool), self.n_outliers(x.shape[1])
         if n == 0:
             return x, taken
-        distance = _in_run_order(self.beyond(x, side, numbers), side)
+        with np.errstate(over="ignore"):  # infinitely far is far enough
+            distance = _in_run_order(self.beyond(x, side, numbers), side)
         places = np.argsort(-distance, kind="stable")[:n]
         taken[_at(places[distance[places] > 0], side)] = True
         if side == "key":  # whose ranges do not depend on what is left
