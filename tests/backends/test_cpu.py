@@ -321,7 +321,7 @@ def test_a_value_too_large_for_the_tail_is_clamped_and_reported_once(
     run.read(TOKENS[:rows])
     assert caplog.text.count("layer 1: 1 keys or values beyond the range") == 1
     table = run.store._sequences[run.sequence].tables
-    from store_oracle import bytes_at, cells_of, codec
+    from page_oracle import bytes_at, cells_of, codec
 
     page = bytes_at(int(table[1, 1, 0, 0]), codec("f16").page_bytes(48, "value", 16))
     assert cells_of(page, codec("f16"), 1, 48, 16, 2)[0, 1, 3] == -65504

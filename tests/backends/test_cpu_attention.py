@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from page_oracle import Formats, turned
 from verbs import BackendOracle, result
 
 from pykv.backends import reference
@@ -21,9 +22,8 @@ MIXED = ("bf16", "f16", "f16")
 
 
 def oracle_of(backend, formats, shapes, sinks=4, residual=0, seed=0):
-    k, v, tail = formats
-    config = CacheConfig(k, v, sinks, residual, tail)
-    o = BackendOracle(config, residual, shapes, 5000, seed, backend)
+    config = Formats(*formats).config(sinks, residual)
+    o = BackendOracle(config, shapes, 5000, seed, backend)
     backend.prepare(shapes, o.store.formats)
     return o
 
@@ -162,24 +162,12 @@ def test_rope(make_cpu, neox, n_rot, magnitude, scale, rows):
             store.commit()
         outs.append(out.reshape(rows, 2, 32))
 
-    turned = [turn(x.astype(np.float64), rope) for x in (q, k)]
+    exact = [turned(x, rope, np.arange(len(x))) for x in (q, k)]
     for i in range(rows):
         p = before + i
-        scores = turned[0][p] @ turned[1][: p + 1, 0].T * scale
+        scores = exact[0][p] @ exact[1][: p + 1, 0].T * scale
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         expected = weights / weights.sum(-1, keepdims=True) @ v[: p + 1, 0]
         for out in outs:
             error = np.linalg.norm(out[i] - expected, axis=-1)
             assert (error <= 1e-5 * np.linalg.norm(expected, axis=-1)).all()
-
-
-def turn(x, rope):
-    """Pairs of channels as complex numbers, turned by position times frequency."""
-    n, half = rope.n_rot, rope.n_rot // 2
-    first, second = (slice(0, half), slice(half, n)) if rope.neox else (
-        slice(0, n, 2), slice(1, n, 2))  # fmt: skip
-    angles = np.arange(len(x))[:, None, None] * rope.inv_freq
-    z = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles) * rope.magnitude
-    y = x.copy()
-    y[..., first], y[..., second] = z.real, z.imag
-    return y

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import gguf
 import numpy as np
+from page_oracle import SIDES, bytes_at, coded, decode, encode
 from store_oracle import Oracle
 
 from pykv.backends.base import CacheFormats, LayerShape, Rope, Round, Segment, Step
@@ -84,11 +85,40 @@ class BackendOracle(Oracle):
 
     def attention(self, step, layer, q, k, v):
         def verb(backend, step, *qkv):
-            return backend.attention(step, layer, *qkv, None, self.scale(layer))
+            return backend.attention(step, layer, *qkv, self.rope, self.scale(layer))
 
         if self.backend.name == "cpu":
             self.backend._programs.clear()  # each is for another graph
         return result(self.backend, verb, q, k, v, step=step)
+
+    def encoded(self, sequence, place, address):
+        """As the reference's; but the rounding of a map may move a code to its neighbour."""
+        layer, side, head, _ = place
+        kept = self.layers[layer].sides[side]
+        if kept.matrices is None or self.backend.name == "reference":
+            return super().encoded(sequence, place, address)
+        d = self.width_of(place)
+        page = bytes_at(address, kept.page.page_bytes(d, SIDES[side])).copy()
+        self._check_mapped(kept, side, head, self.tail_of(sequence, place), page)
+        return self.page_of(page, place)
+
+    def _check_mapped(self, kept, side, head, x, page):
+        """A mapped page's values lie no farther from the exact ones than the codec's would."""
+        m, numbers = kept.matrix(head).astype(np.float64), kept.keyword(head)
+        y = x.astype(np.float64) @ m
+        # Higham, section 3.1: d roundings in each of the float32 sums
+        eps = (len(m) + 1) * U * (np.abs(x) @ np.abs(m)).max()
+        got = decode(kept.page, side, page, m.shape[1], **numbers)
+        best = encode(kept.page, side, y.astype(np.float32), **numbers)
+        best = decode(kept.page, side, best, m.shape[1], **numbers)
+        slack = 4 * eps + 2.0**-10 * np.abs(y)
+        if coded(kept.page) and kept.page.n_parameters:
+            # values of a group lie in one token, or in one channel; a scale and a minimum that are
+            # eps apart may be rounded to neighbouring float16 numbers, which moves a value by that
+            # part of the largest, once in the choice of its code and once in what it means
+            axis = (kept.page.value_axis if side else kept.page.key_axis) == "channel"
+            slack = slack + 4 * 2.0**-10 * np.abs(y).max(0 if axis else 1, keepdims=True)
+        assert (np.abs(got - y) <= np.abs(best - y) + slack).all()
 
 
 class Tiny:

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
+from page_oracle import (
+    ROPE,
+    SIDES,
+    Formats,
+    bytes_at,
+    cells_of,
+    decode,
+    encode,
+    layers_of,
+    rounded,
+    turned,
+)
 
-from pykv import registry
 from pykv.backends import reference
 from pykv.backends.base import PAGE, LayerShape
 from pykv.cache.store import Store
-from pykv.config import CacheConfig
 
 SHAPES = (
     LayerShape(4, 2, 4, 3),
@@ -24,14 +33,27 @@ SHAPES = (
     LayerShape(3, 1, 5, 33),
 )
 
-# key page, value page, tail: exact ones, encoded ones, and one side of each
+# exact pages, encoded ones, and one side of each; then codes
 FORMATS = [
-    ("f16", "f16", None),
-    ("f32", "bf16", None),
-    ("f16", "f16", "f32"),
-    ("f32", "f32", "f16"),
-    ("bf16", "f16", "f16"),
-    ("f16", "bf16", "f16"),
+    Formats("f16", "f16"),
+    Formats("f32", "bf16"),
+    Formats("f16", "f16", "f32"),
+    Formats("f32", "f32", "f16"),
+    Formats("bf16", "f16", "f16"),
+    Formats("f16", "bf16", "f16"),
+    Formats("q8_0", "q5_1"),
+    Formats("kivi3", "f16"),
+    Formats("f16", "f16", None, "random", "none"),
+    Formats("int8", "kivi2", "f32", "random", "none"),
+    Formats("q4_0", "fp8_e4m3", "bf16", "none", "random"),
+    Formats("f16", "tq3", override="0=k:q5_0,v:kivi2;2=k:iq4_nl"),
+    Formats("kivi4", "q4_1", override="1=k:f16,v:f16"),
+    Formats("fp8_e5m2", "tq4", override="0-1=v:int8"),
+    Formats("kivi3", "fp8_e4m3", position="read", calibrated=True),
+    Formats("f16", "q8_0", None, "none", "lowrank:2", position="read", calibrated=True),
+    Formats("q5_0", "kivi4", "f32", "lowrank:3", calibrated=True),
+    Formats("nuq4:outliers=1%", "nuq3", calibrated=True),
+    Formats("nuq2", "nuq4:outliers=3%", "f32", "auto", "random", calibrated=True),
 ]
 ENCODED = FORMATS[2:]
 
@@ -44,58 +66,34 @@ class Token:
     values: list
 
 
-def bytes_at(address, n_bytes):
-    return np.frombuffer((ctypes.c_uint8 * n_bytes).from_address(address), np.uint8)
+@dataclass
+class Known:
+    """An encoded page: its bytes, and its keys or values [64, d], taken back to the model's."""
 
-
-@cache
-def codec(name):
-    return registry.find("formats", name, "cache type").FORMAT
-
-
-def cells_of(page, format_, side, d, slots, used):
-    """The stored numbers of the first `used` tokens of a page, as they lie."""
-    numbers = page.view(format_.layout)
-    if side == 0:
-        return numbers[: d * slots].reshape(d, slots)[:, :used]
-    blocks = -(-d // 32)
-    return numbers[: blocks * slots * 32].reshape(blocks, slots, 32)[:, :used]
-
-
-def encode(format_, side, x):
-    return format_.encode_values(x) if side else format_.encode_keys(x)
-
-
-def decode(format_, side, page, d, slots):
-    return (format_.decode_values if side else format_.decode_keys)(page, d, slots)
+    cells: np.ndarray
+    values: np.ndarray
 
 
 class Oracle:
     """Drives a store through the reference backend, and keeps the tokens in lists."""
 
-    def __init__(self, config, residual, shapes=SHAPES, n_ctx=1000, seed=0, backend=None):
-        self.store = Store(shapes, config, n_ctx, fill=255)
-        self.shapes, self.sinks, self.residual = shapes, config.sinks, residual
+    def __init__(self, config, shapes=SHAPES, n_ctx=1000, seed=0, backend=None, calibrated=False):
+        self.layers = layers_of(config, shapes, calibrated)
+        numbers = [[side.numbers for side in layer.sides] for layer in self.layers]
+        self.store = Store(shapes, config, n_ctx, 255, numbers if calibrated else ())
+        self.shapes, self.sinks = shapes, config.sinks
+        # elsewhere keys come as they are kept
+        self.rope = ROPE if self.store.formats[0].position == "read" else None
         self.sequences: dict[int, list[Token]] = {}
         self.freed = {}  # per sequence: per layer, tokens below this position are gone
         self.rng = np.random.default_rng(seed)
         self.backend = backend or reference.create()
         self._poisoned: dict[int, set[int]] = {}
-        names = self.store.formats
-        self.pages = codec(names.page_k), codec(names.page_v)
-        self.tails = codec(names.tail_k), codec(names.tail_v)
-        self.exact = self.pages == self.tails
+        # per sequence its encoded pages, by layer, side, head and table entry
+        self.known: dict[int, dict[tuple, Known]] = {}
+        self.ever: set[tuple] = set()  # layers and sides that had any
 
     # what should be
-
-    def n_encoded(self, n):
-        """Pages that are encoded once n tokens are there: the tail holds under residual + 64."""
-        if self.exact:
-            return 0
-        pages = 0
-        while n - self.sinks - PAGE * pages >= self.residual + PAGE:
-            pages += 1
-        return pages
 
     def span(self, entry):
         """The positions that a table entry holds, and its slots."""
@@ -122,9 +120,10 @@ class Oracle:
         tokens = len(self.sequences[sequence])
         for m in range(min(n, tokens), 0, -1):
             same = all(
-                (e <= self.n_encoded(m)) == (e <= self.n_encoded(tokens))
+                (e <= layer.n_encoded(m)) == (e <= layer.n_encoded(tokens))
                 for e in self.entries(m)
                 if e > 0
+                for layer in self.layers
             )
             there = all(
                 self.span(e)[1] > self.freed[sequence][layer]
@@ -139,31 +138,66 @@ class Oracle:
         """Keys or values, f32 [query + 1, D], as the query at that position sees them."""
         tokens = self.sequences[sequence][: query + 1]
         x = np.stack([(t.values if side else t.keys)[layer][head] for t in tokens])
-        x = self.rounded(self.tails[side], side, x)
-        if self.exact:
-            return x
-        y = x.copy()
+        y = rounded(self.layers[layer].sides[side].tail, side, x).astype(np.float64)
         for start in range(self.sinks, len(x), PAGE):
-            if query - (start + PAGE - 1) > self.residual:
-                page = slice(start, start + PAGE)
-                y[page] = self.rounded(self.pages[side], side, x[page])
+            if query - (start + PAGE - 1) > self.layers[layer].residual:
+                entry = 1 + (start - self.sinks) // PAGE
+                page = self.known[sequence].get((layer, side, head, entry))
+                if page is not None:  # else it is exact, or below the window
+                    y[start : start + PAGE] = page.values
         return y
 
-    def rounded(self, format_, side, x):
-        """As `format_` holds them, 64 tokens to a page."""
-        n, d = x.shape
-        padded = np.zeros((-(-n // PAGE) * PAGE, d), np.float32)
-        padded[:n] = x
-        for start in range(0, n, PAGE):
-            page = encode(format_, side, padded[start : start + PAGE])
-            padded[start : start + PAGE] = decode(format_, side, page, d, PAGE)
-        return padded[:n]
+    def learn(self, sequence, n):
+        """Take note of the pages that are encoded once n tokens are there."""
+        for layer, (shape, how) in enumerate(zip(self.shapes, self.layers, strict=True)):
+            for side, kept in enumerate(how.sides):
+                for head in range(0 if kept.exact else shape.n_kv):
+                    for entry in range(1, how.n_encoded(n) + 1):
+                        place = layer, side, head, entry
+                        address = int(self.tables(sequence)[side, layer, head, entry])
+                        if address and place not in self.known[sequence]:
+                            self.known[sequence][place] = self.encoded(sequence, place, address)
+                            self.ever.add(place[:2])
+
+    def encoded(self, sequence, place, address):
+        """What the page there must be, from the tokens."""
+        layer, side, head, _ = place
+        kept, x = self.layers[layer].sides[side], self.tail_of(sequence, place)
+        mapped = x if kept.matrices is None else x @ kept.matrix(head)
+        return self.page_of(encode(kept.page, side, mapped, **kept.keyword(head)), place)
+
+    def page_of(self, page, place):
+        layer, side, head, _ = place
+        kept, d = self.layers[layer].sides[side], self.width_of(place)
+        values = decode(kept.page, side, page, d, **kept.keyword(head)).astype(np.float64)
+        if kept.matrices is not None:
+            values = values @ kept.matrix(head).T.astype(np.float64)
+        return Known(cells_of(page, kept.page, side, d, PAGE, PAGE), values)
+
+    def tail_of(self, sequence, place):
+        """A page's keys or values, f32 [64, d], as the tail holds them."""
+        layer, side, head, entry = place
+        start, stop, _ = self.span(entry)
+        tokens = self.sequences[sequence][start:stop]
+        x = np.stack([(t.values if side else t.keys)[layer][head] for t in tokens])
+        tail = self.layers[layer].sides[side].tail
+        return decode(tail, side, encode(tail, side, x), self.d_of(place))
+
+    def d_of(self, place):
+        shape = self.shapes[place[0]]
+        return shape.d_v if place[1] else shape.d_k
+
+    def width_of(self, place):
+        """Channels of an encoded page."""
+        matrix = self.layers[place[0]].sides[place[1]].matrix(place[2])
+        return self.d_of(place) if matrix is None else matrix.shape[1]
 
     # doing
 
     def new(self):
         sequence = self.store.new_sequence()
         self.sequences[sequence] = []
+        self.known[sequence] = {}
         self.freed[sequence] = [0] * len(self.shapes)
         return sequence
 
@@ -195,7 +229,7 @@ class Oracle:
 
     def attention(self, step, layer, q, k, v):
         """The verb under test, f32 arrays in and out."""
-        return self.backend.attention(step, layer, q, k, v, None, self.scale(layer))
+        return self.backend.attention(step, layer, q, k, v, self.rope, self.scale(layer))
 
     def scale(self, layer):
         return float(self.shapes[layer].d_k ** -0.5)
@@ -204,14 +238,15 @@ class Oracle:
         """Append tokens, and check what some queries of each sequence saw."""
         step = self.begin(parts)
         results = self.attend(step, parts)
-        self.store.commit()
         for sequence, tokens in parts.items():
             self.sequences[sequence] += tokens
             n = len(self.sequences[sequence])
+            self.learn(sequence, n)  # before a window lets go of pages
             for layer in range(len(self.shapes)):
                 first = [self.span(e)[0] for e in self.kept(layer, n)]
                 freed = self.freed[sequence]
                 freed[layer] = max(freed[layer], min(first, default=0))
+        self.store.commit()
         if check:
             self._check_outputs(step, parts, results)
 
@@ -234,7 +269,11 @@ class Oracle:
                 )
                 group = shape.n_head // shape.n_kv
                 heads = slice(g * group, (g + 1) * group)
-                scores = q[i, heads].astype(np.float64) @ k.T * self.scale(layer)
+                query = q[i, heads].astype(np.float64)
+                if self.rope is not None:
+                    k = turned(k, self.rope, np.arange(low, position + 1))
+                    query = turned(query[None], self.rope, np.array([position]))[0]
+                scores = query @ k.T * self.scale(layer)
                 p = np.exp(scores - scores.max(-1, keepdims=True))
                 expected = p / p.sum(-1, keepdims=True) @ v
                 # the design's bound between two ways to the same output
@@ -244,6 +283,7 @@ class Oracle:
     def fork(self, sequence):
         other = self.store.fork(sequence)
         self.sequences[other] = list(self.sequences[sequence])
+        self.known[other] = dict(self.known[sequence])
         self.freed[other] = list(self.freed[sequence])
         return other
 
@@ -252,13 +292,16 @@ class Oracle:
         m = self.store.truncate(sequence, n)
         assert m == expected
         del self.sequences[sequence][m:]
+        for place in list(self.known[sequence]):
+            if self.span(place[3])[1] > m:
+                del self.known[sequence][place]
         if m == 0:
             self.freed[sequence] = [0] * len(self.shapes)
         return m
 
     def free(self, sequence):
         self.store.free(sequence)
-        del self.sequences[sequence], self.freed[sequence]
+        del self.sequences[sequence], self.freed[sequence], self.known[sequence]
 
     # checking
 
@@ -279,18 +322,19 @@ class Oracle:
     def state(self, sequence):
         """The bytes of all that can be seen, by place."""
         return {
-            tuple(place): self.page(place, address, sequence)[1][:, :used].tobytes()
+            tuple(place): self.page(tuple(place), address, sequence)[1][:, :used].tobytes()
             for *place, address, used in self.visible(sequence)
         }
 
     def page(self, place, address, sequence):
-        """A page's format, and its numbers as they lie."""
+        """A page's format, and what it holds, as it lies."""
         layer, side, _, entry = place
-        d = (self.shapes[layer].d_k, self.shapes[layer].d_v)[side]
-        encoded = 0 < entry <= self.n_encoded(len(self.sequences[sequence]))
-        format_ = (self.pages if encoded else self.tails)[side]
+        kept = self.layers[layer].sides[side]
+        format_, d = kept.tail, self.d_of(place)
+        if place in self.known[sequence]:
+            format_, d = kept.page, self.width_of(place)
         slots = self.span(entry)[2]
-        page = bytes_at(address, format_.page_bytes(d, ("key", "value")[side], slots))
+        page = bytes_at(address, format_.page_bytes(d, SIDES[side], slots))
         return format_, cells_of(page, format_, side, d, slots, slots)
 
     def check(self):
@@ -319,15 +363,14 @@ class Oracle:
         layer, side, head, entry = place
         start, _, slots = self.span(entry)
         format_, cells = self.page(place, address, sequence)
-        tokens = self.sequences[sequence][start : start + used]
-        x = np.stack([(t.values if side else t.keys)[layer][head] for t in tokens])
-        d = x.shape[1]
-        padded = np.zeros((slots, d), np.float32)
-        padded[:used] = x
-        page = encode(self.tails[side], side, padded)
-        if format_ is not self.tails[side]:
-            page = encode(format_, side, decode(self.tails[side], side, page, d, slots))
-        expected = cells_of(page, format_, side, d, slots, slots)
+        if place in self.known[sequence]:
+            expected, used = self.known[sequence][place].cells, PAGE
+        else:
+            tokens = self.sequences[sequence][start : start + used]
+            filled = np.zeros((slots, self.d_of(place)), np.float32)
+            filled[:used] = [(t.values if side else t.keys)[layer][head] for t in tokens]
+            page = encode(format_, side, filled)
+            expected = cells_of(page, format_, side, self.d_of(place), slots, slots)
         cut = np.s_[:, :used]
         np.testing.assert_array_equal(cells[cut], expected[cut], strict=True)
 
@@ -341,10 +384,10 @@ class Oracle:
             self._poisoned[size] = free
 
 
-def oracle(formats=("f16", "f16", "f32"), sinks=4, residual=0, shapes=SHAPES, n_ctx=1000, seed=0):
-    k, v, tail = formats
-    config = CacheConfig(k, v, sinks, residual, tail)
-    return Oracle(config, residual, shapes, n_ctx, seed)
+def oracle(formats=FORMATS[2], sinks=4, residual=0, shapes=SHAPES, n_ctx=1000, seed=0):
+    formats = Formats(*formats)
+    config = formats.config(sinks, residual)
+    return Oracle(config, shapes, n_ctx, seed, calibrated=formats.calibrated)
 
 
 def fill(o, n):

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from store_oracle import ENCODED, FORMATS, SHAPES, fill, oracle
 
-from pykv.backends.base import PAGE, CacheFormats, LayerShape
+from pykv.backends.base import PAGE, LayerShape
 from pykv.cache import pages
-from pykv.cache.layout import formats_of, residual_of
 from pykv.cache.store import Store
 from pykv.config import CacheConfig
-from pykv.errors import CacheFullError, ConfigError
+from pykv.errors import CacheFullError
 
 
 class Histories(RuleBasedStateMachine):
@@ -23,12 +22,13 @@ class Histories(RuleBasedStateMachine):
     @initialize(
         formats=st.sampled_from(FORMATS),
         sinks=st.sampled_from([0, 1, 4, 16, 20]),
-        residual=st.sampled_from([0, 1, 40, 64, 100, 130]),
+        residual=st.sampled_from([None, 0, 1, 40, 64, 100, 130]),
         seed=st.integers(0, 99),
+        tokens=st.sampled_from([3, 140, 300]),
     )
-    def start(self, formats, sinks, residual, seed):
+    def start(self, formats, sinks, residual, seed, tokens):
         self.o = oracle(formats, sinks, residual, seed=seed)
-        fill(self.o, 3)
+        fill(self.o, tokens)
 
     def pick(self, data):
         return data.draw(st.sampled_from(sorted(self.o.sequences)))
@@ -107,20 +107,18 @@ def trimmed(o, sequence):
 @pytest.mark.parametrize(
     ("formats", "sinks", "residual"),
     [
-        (FORMATS[0], 4, 0),
-        (FORMATS[2], 0, 0),
+        *((formats, n % 3 * 4, (0, 3, 64, 130)[n % 4]) for n, formats in enumerate(FORMATS)),
         (FORMATS[2], 20, 130),
-        (FORMATS[3], 4, 64),
-        (FORMATS[4], 16, 3),
-        (FORMATS[5], 1, 100),
+        (FORMATS[11], 4, None),
+        (FORMATS[12], 16, None),
     ],
 )
 def test_one_batch_sevens_and_one_by_one_leave_the_same(formats, sinks, residual):
-    states = []
-    for size in (1, 7, 230):
+    states, n = [], 140 + (128 if residual is None else residual)
+    for size in (1, 7, n):
         o = oracle(formats, sinks, residual)
-        sequence, tokens = o.new(), o.tokens(230)
-        for i in range(0, 230, size):
+        sequence, tokens = o.new(), o.tokens(n)
+        for i in range(0, n, size):
             o.write({sequence: tokens[i : i + size]}, check=i % 29 == 0)
         o.check()
         states.append((o.state(sequence), o.store.nbytes, o.store.length(sequence)))
@@ -163,8 +161,9 @@ def test_step_positions_rounds_and_records():
 # abort
 
 
-@pytest.mark.parametrize("formats", ENCODED)
-@pytest.mark.parametrize("layers", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("formats", "layers"), [(formats, (0, 1, 3)[n % 3]) for n, formats in enumerate(ENCODED)]
+)
 def test_abort_after_encoding_and_copy_on_write(formats, layers):
     o = oracle(formats, sinks=5, residual=2)
     sequence = fill(o, 190)
@@ -321,29 +320,3 @@ def test_estimate_covers_what_a_sequence_takes(formats, sinks, residual):
         fill(o, n)
         pages = sum(p.in_use * p.page_bytes for p in o.store._pools.values())
         assert o.store.estimate(n) >= pages
-
-
-# settings
-
-
-def test_formats_and_residual_come_from_the_configuration():
-    assert formats_of(CacheConfig()) == CacheFormats("f16", "f16", "f16", "f16")
-    assert formats_of(CacheConfig("f32", "bf16")) == CacheFormats("f32", "bf16", "f32", "bf16")
-    assert formats_of(CacheConfig("f32", "bf16", tail_type="f16")) == CacheFormats(
-        "f32", "bf16", "f16", "f16"
-    )
-    assert residual_of(CacheConfig()) == 0
-    assert residual_of(CacheConfig(residual=77)) == 77
-
-
-@pytest.mark.parametrize(
-    ("config", "error", "sentence"),
-    [
-        (CacheConfig(type_k="q4_9"), ConfigError, "unknown cache type 'q4_9'.*bf16, f16, f32"),
-        (CacheConfig(type_v="q6_k"), ConfigError, "unknown cache type 'q6_k'.*f16"),
-        (CacheConfig(tail_type="q8_0"), ConfigError, "tail type 'q8_0'.*f16, bf16, f32"),
-    ],
-)
-def test_unfit_settings_are_refused(config, error, sentence):
-    with pytest.raises(error, match=sentence):
-        Store([LayerShape(1, 1, 32, 32)], config, 100)
