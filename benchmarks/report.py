@@ -94,6 +94,13 @@ class Result:
 Benchmark = Callable[[Options], "Iterable[Result]"]
 
 
+def _portable() -> list[str]:
+    """The arguments, without folders of this machine."""
+    words = sys.argv[1:]
+    places = [i for i, word in enumerate(words) if word in ("--models", "--data")]
+    return [word for i, word in enumerate(words) if i not in places and i - 1 not in places]
+
+
 def command_output(*command: str) -> str:
     """What a command prints, or "" where it fails or is absent."""
     try:
@@ -128,7 +135,7 @@ def machine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         "versions": versions | {"llama_cpp": llamacpp.version()},
-        "command": " ".join(["python -m benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks." + Path(sys.argv[0]).stem, *_portable()]),
     }
 
 

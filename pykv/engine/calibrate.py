@@ -33,12 +33,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from pykv import registry
 from pykv.backends.base import I32
 from pykv.backends.cpu import CpuBackend
 from pykv.engine.calibration import LOWRANK, Calibration
+from pykv.engine.chunks import first_chunks, read_chunk
 from pykv.engine.watch import FIRST, Watch
 from pykv.errors import ConfigError
 from pykv.formats.base import PAGE_TOKENS
@@ -117,7 +116,7 @@ def calibrate(
     dev = model.dev
     if not isinstance(dev, CpuBackend):
         raise ConfigError(f"calibration runs on the cpu backend, not on {dev.name}: --device cpu")
-    tokens = _chunks(model, text, ctx_size, chunks)
+    tokens = _whole_chunks(model, text, ctx_size, chunks)
     if tokens.size < FEW_TOKENS:
         log.warning(
             "%d tokens are few to calibrate on; ranges hold better from %d on",
@@ -132,7 +131,7 @@ def calibrate(
         try:
             for i, chunk in enumerate(tokens):
                 watch.begin(i)
-                _read(model, chunk)
+                read_chunk(model, chunk)
                 if progress is not None:
                     progress(i + 1, len(tokens), (time.perf_counter() - started) / (i + 1))
         finally:
@@ -148,33 +147,9 @@ def calibrate(
     return [made[t] for t in types]
 
 
-def _chunks(model: Model, text: str | bytes, ctx_size: int, chunks: int | None) -> I32:
-    """The text's first tokens, i32 [chunks, ctx_size]."""
+def _whole_chunks(model: Model, text: str | bytes, ctx_size: int, chunks: int | None) -> I32:
     if ctx_size < LEAST_CHUNK:
         raise ConfigError(
             f"a chunk needs at least {LEAST_CHUNK} tokens to calibrate on, not {ctx_size}"
         )
-    if ctx_size > model.n_ctx:
-        raise ConfigError(f"a chunk of {ctx_size} tokens is longer than the context, {model.n_ctx}")
-    if chunks is not None and chunks < 1:
-        raise ConfigError(f"chunks must be 1 or more, or None for all, not {chunks}")
-    ids = model.tokenizer.encode(text, add_special=False, parse_special=False)
-    if len(ids) < ctx_size:
-        raise ConfigError(
-            f"the text has {len(ids)} tokens, and a chunk to calibrate on has {ctx_size}: give a "
-            "longer text or a smaller --ctx-size"
-        )
-    whole = len(ids) // ctx_size * ctx_size
-    tokens = np.array(ids[:whole], np.int32).reshape(-1, ctx_size)[:chunks]
-    if model.tokenizer.add_bos and model.tokenizer.bos is not None:
-        tokens[:, 0] = model.tokenizer.bos
-    return tokens
-
-
-def _read(model: Model, chunk: I32) -> None:
-    sequence, nothing = model.store.new_sequence(), np.empty(0, np.int32)
-    try:
-        for start in range(0, len(chunk), model.ubatch):
-            model.step([(sequence, chunk[start : start + model.ubatch])], nothing)
-    finally:
-        model.store.free(sequence)
+    return first_chunks(model, text, ctx_size, chunks)

@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pykv.backends.base import F32, I32, PAGE, LayerShape
+from pykv.backends.base import F32, PAGE, LayerShape
 from pykv.backends.cpu import CpuBackend
 from pykv.cache import layout
 from pykv.cache.layout import LayerLayout
 from pykv.config import CacheConfig
 from pykv.engine import numbers
+from pykv.engine.chunks import first_chunks, read_chunk
 from pykv.engine.kv_errors import F64, PARTS, Candidate, Part, Progress, Watch
 from pykv.errors import ConfigError
 from pykv.gguf import open_gguf
@@ -234,7 +235,7 @@ def measure(
     cache = model.config if cache is None else cache
     tried, left_out = candidates(model, types, cache)
     _check_chunk(tried, cache.sinks, ctx_size)
-    tokens, shapes = _chunks(model, text, ctx_size, chunks), model.store.shapes
+    tokens, shapes = first_chunks(model, text, ctx_size, chunks), model.store.shapes
     with ThreadPoolExecutor(dev.threads) as pool:
         watch = Watch(
             shapes, tried, cache.sinks, ctx_size, len(tokens), cache.position == "read", pool,
@@ -243,7 +244,7 @@ def measure(
         dev.listener, before = watch, dev.listener
         try:
             for chunk in tokens:
-                _read(model, chunk)
+                read_chunk(model, chunk)
         finally:
             dev.listener = before
     of_types = [
@@ -269,31 +270,3 @@ def _check_chunk(tried: Sequence[Candidate], sinks: int, ctx_size: int) -> None:
             f"cache type {name} keeps {sinks} first and {residual} newest tokens exact, so a chunk "
             f"needs {least} tokens to show what the others become, not {ctx_size}: raise --ctx-size"
         )
-
-
-def _chunks(model: Model, text: str | bytes, ctx_size: int, chunks: int | None) -> I32:
-    """The text's first tokens, i32 [chunks, ctx_size]."""
-    if ctx_size > model.n_ctx:
-        raise ConfigError(f"a chunk of {ctx_size} tokens is longer than the context, {model.n_ctx}")
-    if chunks is not None and chunks < 1:
-        raise ConfigError(f"chunks must be 1 or more, or None for all, not {chunks}")
-    ids = model.tokenizer.encode(text, add_special=False, parse_special=False)
-    if len(ids) < ctx_size:
-        raise ConfigError(
-            f"the text has {len(ids)} tokens, and a chunk has {ctx_size}: give a longer text or a "
-            "smaller --ctx-size"
-        )
-    whole = len(ids) // ctx_size * ctx_size
-    tokens = np.array(ids[:whole], np.int32).reshape(-1, ctx_size)[:chunks]
-    if model.tokenizer.add_bos and model.tokenizer.bos is not None:
-        tokens[:, 0] = model.tokenizer.bos
-    return tokens
-
-
-def _read(model: Model, chunk: I32) -> None:
-    sequence, nothing = model.store.new_sequence(), np.empty(0, np.int32)
-    try:
-        for start in range(0, len(chunk), model.ubatch):
-            model.step([(sequence, chunk[start : start + model.ubatch])], nothing)
-    finally:
-        model.store.free(sequence)

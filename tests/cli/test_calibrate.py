@@ -67,7 +67,7 @@ def test_json(calibrate, corpus):
         (["--chunks", "0"], "chunks must be 1 or more, or -1 for all, not 0"),
         (["--types", "q8_0"], "cache type q8_0 needs no calibration"),
         (["--types", "nuq9"], "unknown type 'nuq9' to calibrate"),
-        (["-c", "510", "--types", "nuq4", "-f", "short"], "and a chunk to calibrate on has 510"),
+        (["-c", "510", "--types", "nuq4", "-f", "short"], "and a chunk has 510"),
         (["-c", "50"], "a chunk needs at least 68 tokens"),
         (["-c", "128", "--device", "reference"], "runs on the cpu backend"),
     ],
