@@ -36,7 +36,7 @@ from pykv.errors import NumericsError
 BLAS_ROWS = 8  # from this many rows on, decoding a panel and calling the BLAS is faster
 GROUP_INPUTS, GROUP_BYTES = 128, 640  # of the input rows for byte products, vnni_numba.py
 # weight bytes of one task of a matrix-vector product: an eighth, within these
-LEAST_TASK_BYTES, MOST_TASK_BYTES = 32 << 10, 512 << 10
+LEAST_TASK_BYTES, MOST_TASK_BYTES = 24 << 10, 512 << 10
 
 
 # layer, q [T, H, D], k [T, G, D], v, before RoPE; the rotary embedding, and the scores' factor
@@ -62,6 +62,14 @@ class Weight:
         self.width = (self.n_in + 31) // 32 * 32
         share = min(max(self.data.nbytes // 8, LEAST_TASK_BYTES), MOST_TASK_BYTES)
         self.rows_per_task = max(4, share // self.row_bytes // 4 * 4)
+
+
+def _group(x: Buffer, add: Array | None) -> object:
+    """Products of the same rows, as q's, k's and v's, may run at the same time.
+
+    What a product adds may lie where a later one writes, so such a one stays alone.
+    """
+    return x.memory if add is None else None
 
 
 class CpuBackend(Backend):
@@ -198,9 +206,14 @@ class CpuBackend(Backend):
         """Fresh memory for a result."""
         return Buffer(self.arena.take(int(np.prod(shape)) * 4), shape)
 
-    def emit(self, kernel: str, tasks: int, *params: Any, cost: int = 0) -> Any:
-        """Note down a launch of the kernel of that name; returns its parameters."""
-        return self._program.add(self.kernels[kernel], tasks, *params, cost=cost)
+    def emit(
+        self, kernel: str, tasks: int, *params: Any,
+        cost: int = 0, share: int = 1, group: object = None,
+    ) -> Any:  # fmt: skip
+        """Note down a launch of the kernel of that name; see Program.add."""
+        return self._program.add(
+            self.kernels[kernel], tasks, *params, cost=cost, share=share, group=group
+        )
 
     @property
     def program(self) -> Program:
@@ -262,7 +275,7 @@ class CpuBackend(Backend):
             groups, x.memory.derived[inputs].address, groups * GROUP_BYTES, n, out,
             weight.n_out * 4, weight.n_out, per_task, 0 if add is None else add,
             weight.width // self.kernels.block_len(weight.type),
-            cost=weight.row_bytes * weight.n_out,
+            cost=weight.row_bytes * weight.n_out, group=_group(x, add),
         )  # fmt: skip
 
     def _matvec(
@@ -276,6 +289,7 @@ class CpuBackend(Backend):
             x.address + first * weight.width * 4, weight.width * 4,
             out.address + at, weight.n_out * 4, weight.n_out, per_task,
             0 if add is None else add.address + at, cost=weight.row_bytes * weight.n_out,
+            group=_group(x, add),
         )  # fmt: skip
 
     def _linear_blas(self, x: Buffer, weight: Weight, add: Array | None) -> Buffer:

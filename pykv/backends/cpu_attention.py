@@ -26,6 +26,7 @@ log = logging.getLogger("pykv")
 CHUNK_TOKENS = 8 * PAGE  # attention_numba.CHUNK table entries
 ROWS_AT_ONCE = 16  # rows whose partial sums are kept at the same time
 LINES_AT_ONCE = 64  # query heads x queries of one prompt task
+LEAST_SHARE = 4096  # values that a thread writes or sums at a time
 LAUNCH_FLOPS = 4e9  # of one prompt launch, so that Ctrl-C is heard soon
 
 
@@ -34,7 +35,12 @@ class _RowLaunch:
     """Lines of the program whose size follows the context."""
 
     lines: list[tuple[int, I64, int]]  # line, parameters, tasks per chunk
-    combine: I64
+    combine: tuple[int, I64, int, int]  # line, parameters, tasks, values per chunk
+
+
+def _share(values: int) -> int:
+    """Tasks of so many values that a thread takes at a time."""
+    return max(1, LEAST_SHARE // values)
 
 
 class CpuAttention:
@@ -81,7 +87,9 @@ class CpuAttention:
                 for line, ctx, tasks in launch.lines:
                     ctx[11] = chunks
                     program.set_tasks(line, tasks * chunks)
-                launch.combine[3] = chunks
+                line, ctx, tasks, width = launch.combine
+                ctx[3] = chunks
+                program.set_tasks(line, tasks, _share(chunks * width))
 
     def check(self) -> None:
         """Raise or report what the write kernels noticed."""
@@ -119,6 +127,7 @@ class CpuAttention:
                 f"write_{formats.tail_k}_{formats.tail_v}", shape.n_kv,
                 self.step.records[layer], rows, len(rows), k, shape.n_kv * shape.d_k * 4,
                 v, shape.n_kv * shape.d_v * 4, shape.d_k, shape.d_v, shape.n_kv, self._flags[layer],
+                share=_share(len(rows) * shape.d_k),
             )  # fmt: skip
             if few:
                 for first in range(0, len(rows), ROWS_AT_ONCE):
@@ -199,11 +208,14 @@ class CpuAttention:
                 maps.extra_v.shape[1] * 4, turns,
             )  # fmt: skip
             lines.append((len(backend.program) - 1, ctx, tasks))
-        combine = backend.emit(
-            "combine", len(rows) * shape.n_head, rows, shape.n_head, shape.d_v, self._chunks,
+        tasks = len(rows) * shape.n_head
+        ctx = backend.emit(
+            "combine", tasks, rows, shape.n_head, shape.d_v, self._chunks,
             partial, stats, out, shape.n_head * shape.d_v * 4, maps.d_v,
             0 if maps.back_v is None else maps.back_v, maps.distance_back_v, group,
+            share=_share(self._chunks * maps.d_v),
         )  # fmt: skip
+        combine = len(backend.program) - 1, ctx, tasks, maps.d_v
         self._launches.append(_RowLaunch(lines, combine))
 
     def _attend_prompt(

@@ -30,7 +30,7 @@ class Driver:
     leave: int  # the word that calls threads back to Python
 
     def run_here(self, line: I64) -> None:
-        """Run a program of one line, int64 [6], on the calling thread, which may be any."""
+        """Run a program of one line, int64 [8], on the calling thread, which may be any."""
         mail = np.zeros(self.mail_words, np.int64)
         self.run(int(mail.ctypes.data), int(line.ctypes.data), 0, 1, 0)
 

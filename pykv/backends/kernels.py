@@ -71,7 +71,7 @@ class Kernels:
 
     def run_here(self, name: str, ctx: I64) -> None:
         """Run a kernel as one task on the calling thread, which may be any."""
-        self.driver.run_here(np.array([self[name], ctx.ctypes.data, 1, 0, 0, 0], np.int64))
+        self.driver.run_here(np.array([self[name], ctx.ctypes.data, 1, 0, 0, 0, 1, 0], np.int64))
 
     def __getitem__(self, name: str) -> int:
         """The kernel's address; what was not foreseen is compiled now."""

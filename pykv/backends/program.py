@@ -95,8 +95,10 @@ class Program:
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
-        self._lines: list[tuple[int, int, int]] = []
+        self._lines: list[list[int]] = []  # as driver_numba.py has them
         self._costs: list[int] = []
+        self._leader = 0  # the first line of the last group
+        self._group: object = None
         self._keep: list[Any] = []  # parameters, and arrays that they point to
         self._table: I64 | None = None
         self._slices: list[tuple[int, int]] = []
@@ -104,10 +106,21 @@ class Program:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def add(self, kernel: int, tasks: int, *params: Any, cost: int = 0) -> I64:
-        """Note down a launch; returns its parameters, which may be changed between runs."""
+    def add(
+        self, kernel: int, tasks: int, *params: Any,
+        cost: int = 0, share: int = 1, group: object = None,
+    ) -> I64:  # fmt: skip
+        """Note down a launch; returns its parameters, which may be changed between runs.
+
+        share: tasks that a thread takes at a time. Launches of one group that follow each other run
+        at the same time: none may write what another of them reads or writes.
+        """
         ctx = np.array([word(p) for p in params], np.int64)
-        self._lines.append((kernel, int(ctx.ctypes.data), tasks))
+        if group is not None and group is self._group:
+            self._lines[self._leader][5] += 1
+        else:
+            self._leader, self._group = len(self._lines), group
+        self._lines.append([kernel, int(ctx.ctypes.data), tasks, 0, 0, 0, share, 0])
         self._costs.append(cost)
         self._keep.append(ctx)
         self._keep.extend(p for p in params if isinstance(p, np.ndarray))
@@ -117,19 +130,20 @@ class Program:
         """Keep memory alive that a line points to."""
         self._keep.extend(things)
 
-    def set_tasks(self, line: int, tasks: int) -> None:
-        """Change a line's number of tasks, before another run."""
+    def set_tasks(self, line: int, tasks: int, share: int = 1) -> None:
+        """Change a line's number of tasks, and of those in a share, before another run."""
+        self._lines[line][2], self._lines[line][6] = tasks, share
         if self._table is not None:
-            self._table[line, 2] = tasks
-        kernel, ctx, _ = self._lines[line]
-        self._lines[line] = (kernel, ctx, tasks)
+            self._table[line] = self._lines[line]
 
     def run(self, check: Callable[[], None]) -> None:
         """Run all lines; before each slice `check` is called, and may raise."""
         if self._table is None:
-            self._table = np.zeros((len(self._lines), 6), np.int64)
+            raw = np.zeros(len(self._lines) * 8 + 8, np.int64)
+            start = -raw.ctypes.data % 64 // 8
+            self._table = raw[start : start + len(self._lines) * 8].reshape(-1, 8)
             if self._lines:
-                self._table[:, :3] = self._lines
+                self._table[:] = self._lines
             self._slices = self._cut()
         address = int(self._table.ctypes.data)
         for first, last in self._slices:
@@ -137,12 +151,13 @@ class Program:
             self._crew.run(address, first, last)
 
     def _cut(self) -> list[tuple[int, int]]:
-        slices, first, cost = [], 0, 0
-        for i, line_cost in enumerate(self._costs):
-            cost += line_cost
+        slices, first, cost, end = [], 0, 0, 0
+        while end < len(self._lines):
+            start, end = end, end + 1 + self._lines[end][5]
+            cost += sum(self._costs[start:end])
             if cost >= SLICE_BYTES:
-                slices.append((first, i + 1))
-                first, cost = i + 1, 0
-        if first < len(self._costs):
-            slices.append((first, len(self._costs)))
+                slices.append((first, end))
+                first, cost = end, 0
+        if first < len(self._lines):
+            slices.append((first, len(self._lines)))
         return slices

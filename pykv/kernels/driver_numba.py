@@ -1,11 +1,14 @@
 """Runs a program: a list of kernels, one after the other, each split into tasks.
 
-A program is int64 [n, 6], a line each: address of the kernel, address of its parameters, number of
-tasks, and three words that the driver counts in: tasks handed out, tasks done, unused. All threads
-run through the whole program together, taking the next task of the line that is on; the line after
-it is on when the last of its tasks is done. So a launch costs nothing, and nobody waits for a
-thread that the operating system has set aside unless it is in the program. Which thread runs a task
-never changes what it computes.
+A program is int64 [n, 8], a line each: address of the kernel, address of its parameters, number of
+tasks, two words that the driver counts in (shares handed out, shares done), the number of lines
+that follow it and run beside it, tasks in a share, and one word of nothing, so that a line has a
+cache line of its own. All threads run through the whole program together, taking the next share of
+the line that is on, and of those beside it; the line after them is on when the last of their tasks
+is done. So a launch costs nothing, and nobody waits for a thread that the operating system has set
+aside unless it is in the program. A line of one share is run by the thread that ended the line
+before it, since handing it out takes longer than most such lines. Which thread runs a task never
+changes what it computes.
 
 The thread that has a program posts it in a mailbox, int64 [MAIL_WORDS], and other threads that look
 there join in. The ticket is odd while a program is open to them, and is never the same for two.
@@ -28,13 +31,45 @@ from pykv.kernels.simd_memory import (
     scalar_i64,
 )
 
-ROW = 48  # bytes of one program line
+ROW = 64  # bytes of one program line
+# its words, in bytes
+KERNEL_AT, PARAMS_AT, TASKS_AT, GIVEN_AT, DONE_AT, BESIDE_AT, SHARE_AT = 0, 8, 16, 24, 32, 40, 48
 PATIENCE = 4000  # looks at a word before a thread offers its core to others
 LINGER = 400  # offers, a few microseconds each, before a thread stops looking for a program
 
 # the mailbox, in bytes; words that different threads write have a cache line each
 TICKET_AT, LINE_AT, INSIDE_AT, LEAVE_AT, PROGRAM_AT, LAST_AT = 0, 64, 128, 192, 256, 264
 MAIL_WORDS = 40
+
+
+@jit_numba.device
+def shares(line):
+    """How many times something of a line is handed out."""
+    share = scalar_i64(line + SHARE_AT)
+    return (scalar_i64(line + TASKS_AT) + share - 1) // share
+
+
+@jit_numba.device
+def run_share(line, number, worker):
+    """Run one share of the line's tasks."""
+    share = scalar_i64(line + SHARE_AT)
+    end = min((number + 1) * share, scalar_i64(line + TASKS_AT))
+    for task in range(number * share, end):
+        call_kernel(scalar_i64(line + KERNEL_AT), scalar_i64(line + PARAMS_AT), task, worker)
+
+
+@jit_numba.device
+def run_short_lines(program, i, last, worker):
+    """Run line i and those after it while each has one share at most; returns the next line."""
+    while i < last:
+        line = program + i * ROW
+        count = shares(line)
+        if count > 1 or scalar_i64(line + BESIDE_AT) != 0:
+            break
+        if count == 1:
+            run_share(line, 0, worker)
+        i += 1
+    return i
 
 
 @jit_numba.device
@@ -45,21 +80,30 @@ def work(program, last, state, give_way, worker):
         if i >= last:
             break
         line = program + i * ROW
-        tasks, task = scalar_i64(line + 16), fetch_add(line + 24, 1)
-        if task < tasks:
-            call_kernel(scalar_i64(line), scalar_i64(line + 8), task, worker)
-            if fetch_add(line + 32, 1) + 1 == tasks:
-                store_release(state, i + 1)
-        elif task == 0:
-            store_release(state, i + 1)  # a line that has nothing to do this time
-        else:
-            # no `pause` here: a hypervisor that sees many takes the core away (pause-loop exiting),
-            # which was measured to make a step half as long again
-            looks = 0
-            while load_acquire(state) == i:
-                looks += 1
-                if looks % PATIENCE == 0 and give_way != 0:
-                    call_plain(give_way)
+        after = i + 1 + scalar_i64(line + BESIDE_AT)
+        total = 0
+        for j in range(i, after):
+            total += shares(program + j * ROW)
+        number = fetch_add(line + GIVEN_AT, 1)
+        ended = total == 0 and number == 0  # lines that have nothing to do this time
+        while number < total:
+            j = line
+            while number >= shares(j):
+                number -= shares(j)
+                j += ROW
+            run_share(j, number, worker)
+            ended = fetch_add(line + DONE_AT, 1) + 1 == total
+            number = total if ended else fetch_add(line + GIVEN_AT, 1)
+        if ended:
+            store_release(state, run_short_lines(program, after, last, worker))
+            continue
+        # no `pause` here: a hypervisor that sees many takes the core away (pause-loop exiting),
+        # which was measured to make a step half as long again
+        looks = 0
+        while load_acquire(state) == i:
+            looks += 1
+            if looks % PATIENCE == 0 and give_way != 0:
+                call_plain(give_way)
 
 
 def run_program(mail, program, first, last, give_way):
@@ -69,8 +113,8 @@ def run_program(mail, program, first, last, give_way):
     threads, or 0.
     """
     for i in range(first, last):
-        put_i64(program + i * ROW + 24, 0)
-        put_i64(program + i * ROW + 32, 0)
+        put_i64(program + i * ROW + GIVEN_AT, 0)
+        put_i64(program + i * ROW + DONE_AT, 0)
     put_i64(mail + PROGRAM_AT, program)
     put_i64(mail + LAST_AT, last)
     store_release(mail + LINE_AT, first)

@@ -13,8 +13,13 @@ from pykv.backends.program import SLACK, Arena, Buffer, Program, word
 
 def lines_of(address, first, last):
     """Kernel, parameters' address and tasks of some program lines."""
-    table = np.frombuffer((ctypes.c_int64 * (6 * last)).from_address(address), np.int64)
-    return [tuple(row[:3]) for row in table.reshape(-1, 6)[first:].tolist()]
+    return [tuple(row[:3]) for row in table_of(address, last)[first:]]
+
+
+def table_of(address, last):
+    """All words of the lines before `last`."""
+    table = np.frombuffer((ctypes.c_int64 * (8 * last)).from_address(address), np.int64)
+    return table.reshape(-1, 8).tolist()
 
 
 class Spy:
@@ -22,8 +27,11 @@ class Spy:
 
     def __init__(self):
         self.launches = []
+        self.table = []
 
     def run(self, address, first, last):
+        assert address % 64 == 0
+        self.table = table_of(address, last)
         self.launches.append(lines_of(address, first, last))
 
 
@@ -64,6 +72,39 @@ def test_tasks_may_change_before_and_between_runs():
     p.run(nothing)
     tasks = [[t for _, _, t in launch] for launch in spy.launches]
     assert tasks == [[7, 6], [7, 0]]
+
+
+def test_launches_of_a_group_run_beside_its_first():
+    spy, x, y = Spy(), object(), object()
+    p = Program(spy)
+    for kernel, group in enumerate((None, x, x, x, y, None, None, x, x)):
+        p.add(kernel, 1, group=group)
+    p.run(nothing)
+    assert [row[5] for row in spy.table] == [0, 2, 0, 0, 0, 0, 0, 1, 0]
+
+
+def test_shares_are_in_the_table_and_may_change():
+    spy = Spy()
+    p = Program(spy)
+    p.add(1, 5)
+    p.add(2, 6, share=4)
+    p.run(nothing)
+    assert [row[6] for row in spy.table] == [1, 4]
+    p.set_tasks(1, 12, 7)
+    p.run(nothing)
+    assert [row[2:7:4] for row in spy.table] == [[5, 1], [12, 7]]
+
+
+def test_no_slice_ends_inside_a_group(monkeypatch):
+    monkeypatch.setattr(program, "SLICE_BYTES", 100)
+    spy, x = Spy(), object()
+    p = Program(spy)
+    for kernel, (cost, group) in enumerate(
+        [(10, None), (60, x), (60, x), (1, x), (99, None), (1, x), (0, x), (0, None)]
+    ):
+        p.add(kernel, 1, cost=cost, group=group)
+    p.run(nothing)
+    assert [[k for k, _, _ in launch] for launch in spy.launches] == [[0, 1, 2, 3], [4, 5, 6], [7]]
 
 
 def test_an_empty_program_runs_nothing():

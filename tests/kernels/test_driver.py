@@ -72,6 +72,34 @@ def test_a_launch_begins_when_the_one_before_has_ended(crews, threads):
         assert (rows[29] == 2**29 * (first + 1) - 1).all()
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_shares_groups_and_short_lines_run_every_task_in_order(crews, threads):
+    """Lines of many sizes; each reads all of the line before its group, and no other."""
+    rng = np.random.default_rng(7)
+    kernel, program = jit_numba.kernel(follow, "test_follow").address, Program(crews[threads])
+    # values double with each line and wrap around, as NumPy's do
+    last, made = np.zeros(40, np.int64), []  # of the line that a group follows
+    first, groups = last, [int(n) for n in rng.integers(1, 4, 60)]
+    for size in groups:
+        name = object() if size > 1 else None
+        outs = [np.zeros(40, np.int64) for _ in range(size)]
+        for out in outs:
+            tasks, share = int(rng.choice([0, 1, 7, 40])), int(rng.choice([1, 3, 40, 100]))
+            if out is outs[-1]:
+                tasks = 40
+            program.add(kernel, tasks, last, out, tasks, share=share, group=name)
+            made.append((last, out, tasks))
+        last = outs[-1]
+    for start in range(100):
+        first[:] = np.arange(40) * start
+        for _, out, _ in made:
+            out[:] = -1
+        program.run(lambda: None)
+        for source, out, tasks in made:
+            np.testing.assert_array_equal(out[:tasks], 2 * source[:tasks][::-1] + 1)
+            assert (out[tasks:] == -1).all()
+
+
 def test_python_work_runs_on_every_thread_between_programs(crews):
     crew, counters = crews[5], np.zeros(9, np.int64)
     program = Program(crew)
