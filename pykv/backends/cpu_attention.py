@@ -26,6 +26,7 @@ log = logging.getLogger("pykv")
 CHUNK_TOKENS = 8 * PAGE  # attention_numba.CHUNK table entries
 ROWS_AT_ONCE = 16  # rows whose partial sums are kept at the same time
 LINES_AT_ONCE = 64  # query heads x queries of one prompt task
+MOST_RUN, SHARES_PER_THREAD = 4, 16  # chunks that a thread takes at a time, and how often it does
 LEAST_SHARE = 4096  # values that a thread writes or sums at a time
 LAUNCH_FLOPS = 4e9  # of one prompt launch, so that Ctrl-C is heard soon
 
@@ -70,6 +71,10 @@ class CpuAttention:
         entries = 2 + int(step.positions.max()) // PAGE
         return 1 << (-(-entries * PAGE // CHUNK_TOKENS) - 1).bit_length()
 
+    def _run_of_chunks(self, tasks: int) -> int:
+        """Chunks that a thread takes at a time: where there are many, neighbours."""
+        return max(1, min(MOST_RUN, tasks // (self._backend.threads * SHARES_PER_THREAD)))
+
     # between replays
 
     def refresh(self, program: Program) -> None:
@@ -86,7 +91,7 @@ class CpuAttention:
             for launch in self._launches:
                 for line, ctx, tasks in launch.lines:
                     ctx[11] = chunks
-                    program.set_tasks(line, tasks * chunks)
+                    program.set_tasks(line, tasks * chunks, self._run_of_chunks(tasks * chunks))
                 line, ctx, tasks, width = launch.combine
                 ctx[3] = chunks
                 program.set_tasks(line, tasks, _share(chunks * width))
@@ -205,7 +210,7 @@ class CpuAttention:
                 first, count, self._chunks, partial, stats, self._scratch_for(scratch).address,
                 scratch, q_pages, shape.n_head * maps.d_k * 4, maps.d_k, maps.d_v,
                 maps.matrix_v is not None, maps.extra_k, maps.extra_k.shape[1] * 4, maps.extra_v,
-                maps.extra_v.shape[1] * 4, turns,
+                maps.extra_v.shape[1] * 4, turns, share=self._run_of_chunks(tasks * self._chunks),
             )  # fmt: skip
             lines.append((len(backend.program) - 1, ctx, tasks))
         tasks = len(rows) * shape.n_head

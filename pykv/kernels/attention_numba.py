@@ -76,11 +76,13 @@ def mask(row, start, count, low, high):
 def walk_chunk(
     q, q_pages, keys, values, first, last, sinks, encoded, position, low, d_k, d_v, page_k, page_v,
     extra_k, extra_v, turns, scratch, partial, partial_pages, out_stride, stats, stats_stride,
+    more,
 ):  # fmt: skip
     """Table entries `first` to `last` for one row: scores, their softmax, the values' sum.
 
     Pages may hold keys and values of other widths, `page_k` and `page_v`, and mapped: they meet a
-    query of their own, and where values are mapped their sum goes to a place of its own.
+    query of their own, and where values are mapped their sum goes to a place of its own. `more`:
+    whether there are entries after the last.
     """
     stride = CHUNK * PAGE * 4
     turned = stack(TURNED_BYTES)
@@ -117,25 +119,29 @@ def walk_chunk(
         if partial_pages != partial:
             for i in range((page_v + 31) // 32 * 2):
                 store_f32(partial_pages + g * out_stride + i * 64, splat(f(0)))
+    # after the last page of values come the next chunk's keys
+    end = scalar_i64(keys + (last + 1) * 8) if more else scalar_i64(values + last * 8)
     e = first
     if e == 0:
         mix_tail(
             scratch, stride, values, 1, min(sinks, position + 1), sink_slots(sinks),
-            d_v, partial, out_stride, 0,
+            d_v, partial, out_stride, 0, scalar_i64(values + min(last, 1) * 8),
         )  # fmt: skip
         e = 1
     pages = min(last, encoded) - e + 1
     if pages > 0:
         p = scratch + (e - first) * PAGE * 4
+        after = scalar_i64(values + (e + pages) * 8) if e + pages <= last else end
         mix_page(
-            p, stride, values + e * 8, pages, PAGE, PAGE, page_v, partial_pages, out_stride, extra_v
-        )
+            p, stride, values + e * 8, pages, PAGE, PAGE, page_v, partial_pages, out_stride,
+            extra_v, after,
+        )  # fmt: skip
         e += pages
     if e <= last:
         p = scratch + (e - first) * PAGE * 4
         tokens = min(PAGE, position + 1 - (sinks + (last - 1) * PAGE))
         count = last - e + 1
-        mix_tail(p, stride, values + e * 8, count, tokens, PAGE, d_v, partial, out_stride, 0)
+        mix_tail(p, stride, values + e * 8, count, tokens, PAGE, d_v, partial, out_stride, 0, end)
 
 
 # ctx: records, rows (address of int32 record numbers), n_rows, q, q_stride, d_k, d_v, n_kv, group,
@@ -188,7 +194,7 @@ def attend_rows(ctx, task, worker):
             q, q_pages, keys, values, first, last, sinks, encoded, position, low, d_k, d_v,
             page_k, page_v, extra_k, extra_v, scalar_i64(ctx + 200), scratch, partial,
             partial_pages, out_stride,
-            stats, chunks * 8,
+            stats, chunks * 8, last < entry_of(position, sinks),
         )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from pykv.kernels.coded_pages_numba import MOST_WIDTH
 from pykv.kernels.jit_numba import bind, device, inlined
 from pykv.kernels.plain_numba import PAGE
 from pykv.kernels.planes_numba import KEYS, VALUES, code_bytes_keys, code_bytes_values
-from pykv.kernels.simd import reduce_add, splat
+from pykv.kernels.simd import fma, reduce_add, splat
 from pykv.kernels.simd_control import prefetch
 from pykv.kernels.simd_group import (
     add_group_times,
@@ -47,8 +47,10 @@ from pykv.kernels.simd_memory import (
 
 f = np.float32
 BITS = GROUP = PARAMETERS = 1
+STEP = 8  # bytes of a key page, its scales included, over its channels
 BY_BLOCK = HAS_OUTLIERS = True
 SCALED_BYTES = 8 * 4 * MOST_WIDTH  # a query for each half of a page and each head
+LEAST_BYTES = 2 * 4 * MOST_WIDTH  # a vector for each block of 32 and each head
 _stub = inlined(lambda *args: None)
 key_levels = value_levels = key_values = value_outliers = _stub
 
@@ -63,15 +65,16 @@ def _scores_block(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
         a, b, c, e = zeros(GROUP), zeros(GROUP), zeros(GROUP), zeros(GROUP)
         last = min(block * 32 + 32, d)
         for i in range(block * 32, last):
-            prefetch(ahead + i * 8 * BITS)
+            prefetch(ahead + i * STEP)
             v, w, x, y = key_levels(page, d, i, extra)
             a = add_products(a, q + i * 4, q_stride, v)
             b = add_products(b, q + i * 4, q_stride, w)
             c = add_products(c, q + i * 4, q_stride, x)
             e = add_products(e, q + i * 4, q_stride, y)
         at, start = scales + block * 128, zeros(GROUP)
-        prefetch(ahead + at - page)
-        prefetch(ahead + at - page + 64)
+        if STEP > 64:  # two of 34 cache lines that the loop leaves out
+            prefetch(ahead + block * 32 * STEP + 1024)
+            prefetch(ahead + block * 32 * STEP + 2112)
         s, t, u, z = start, start, start, start
         if block > 0:
             s, t = load_group(start, out, out_stride), load_group(start, out + 64, out_stride)
@@ -104,6 +107,8 @@ def sum_of(x, n):
 def _scores_token(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
     scales = page + code_bytes_keys(d, BITS)
     a, b, c, e = zeros(GROUP), zeros(GROUP), zeros(GROUP), zeros(GROUP)
+    prefetch(ahead + scales - page)
+    prefetch(ahead + scales - page + 64)
     for i in range(d):
         prefetch(ahead + i * 8 * BITS)
         v, w, x, y = key_levels(page, d, i, extra)
@@ -161,7 +166,7 @@ def _scores_channel(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
     b, e = a, c
     low, high = scaled, scaled + GROUP * row
     for i in range(d):
-        prefetch(ahead + i * 8 * BITS)
+        prefetch(ahead + i * STEP)
         v, w, x, y = key_levels(page, d, i, extra)
         a = add_products(a, low + i * 4, row, v)
         b = add_products(b, low + i * 4, row, w)
@@ -191,32 +196,26 @@ def _scores_range(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
 # values: the weights times the scales, then times the codes
 
 
-@inlined
-def next_part(entries, i, count, block, bits):
-    """The codes that come after those of a block of page i: of the next page, or next block."""
-    if i + 1 < count:
-        return scalar_i64(entries + (i + 1) * 8) + block * 256 * bits
-    return scalar_i64(entries) + (block + 1) * 256 * bits
+# Pages are taken from end to end, since a run of a kilobyte from each for a block at a time is too
+# short for the CPU's own prefetching; the sums of a block go to memory and back for each page.
 
 
-def _mix_scaled(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra):
-    scaled, least, blocks = stack(1024), stack(256), (d + 31) // 32
-    for block in range(blocks):
-        at, none = out + block * 128, zeros(GROUP)
-        a, b = load_group(none, at, out_stride), load_group(none, at + 64, out_stride)
-        c, e = none, none
-        if PARAMETERS == 2:
-            for g in range(GROUP):
-                store_f32(least + g * 64, splat(f(0)))
-        for i in range(count):
-            page = scalar_i64(entries + i * 8)
-            ahead = next_part(entries, i, count, block, BITS)
-            scales = page + code_bytes_values(d, BITS)
-            if BY_BLOCK:
-                scales += block * 128
-            after = ahead + (scales - page) - block * 256 * BITS
-            prefetch(after)
-            prefetch(after + 64)
+def _mix_scaled(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra, after):
+    scaled, least, blocks = stack(1024), stack(LEAST_BYTES), (d + 31) // 32
+    if PARAMETERS == 2:
+        for i in range(blocks * GROUP):
+            store_f32(least + i * 64, splat(f(0)))
+    for i in range(count):
+        page = scalar_i64(entries + i * 8)
+        ahead = scalar_i64(entries + (i + 1) * 8) if i + 1 < count else after
+        for block in range(blocks):
+            at, none = out + block * 128, zeros(GROUP)
+            a, b = load_group(none, at, out_stride), load_group(none, at + 64, out_stride)
+            c, e = none, none
+            of_block = code_bytes_values(d, BITS) + (block * 128 if BY_BLOCK else 0)
+            scales = page + of_block
+            prefetch(ahead + of_block)
+            prefetch(ahead + of_block + 64)
             for j in range(4):
                 to, from_ = j * 64, p + i * 256 + j * 64
                 scale = load_f16(scales + j * 32)
@@ -225,12 +224,17 @@ def _mix_scaled(p, p_stride, entries, count, tokens, slots, d, out, out_stride, 
                 if PARAMETERS == 2:
                     minimum = load_f16(scales + (blocks if BY_BLOCK else 1) * 128 + j * 32)
                     for g in range(GROUP):
-                        more = load_f32(from_ + g * p_stride) * minimum
-                        store_f32(least + g * 64, load_f32(least + g * 64) + more)
+                        sums = least + (block * GROUP + g) * 64
+                        more = fma(load_f32(from_ + g * p_stride), minimum, load_f32(sums))
+                        store_f32(sums, more)
+            if PARAMETERS == 2:
+                prefetch(ahead + of_block + (blocks if BY_BLOCK else 1) * 128)
+                prefetch(ahead + of_block + (blocks if BY_BLOCK else 1) * 128 + 64)
+            codes = ahead + block * 256 * BITS
             for t in range(0, PAGE, 4):
-                prefetch(ahead + t * 4 * BITS)
+                prefetch(codes + t * 4 * BITS)
                 if BITS == 8:
-                    prefetch(ahead + t * 4 * BITS + 64)
+                    prefetch(codes + t * 4 * BITS + 64)
                 u, v, w, x, y, z, k, m = value_levels(page, d, block, t, extra)
                 a = add_products(a, scaled + t * 4, 256, u)
                 b = add_products(b, scaled + t * 4, 256, v)
@@ -240,31 +244,33 @@ def _mix_scaled(p, p_stride, entries, count, tokens, slots, d, out, out_stride, 
                 b = add_products(b, scaled + t * 4 + 8, 256, z)
                 c = add_products(c, scaled + t * 4 + 12, 256, k)
                 e = add_products(e, scaled + t * 4 + 12, 256, m)
-        a, b = add_groups(a, c), add_groups(b, e)
-        if PARAMETERS == 2:
-            one = splat(f(1))
+            store_group(at, out_stride, add_groups(a, c))
+            store_group(at + 64, out_stride, add_groups(b, e))
+    if PARAMETERS == 2:
+        for block in range(blocks):
             for g in range(GROUP):
-                put_f32(least + g * 64, reduce_add(load_f32(least + g * 64)))
-            a, b = add_products(a, least, 64, one), add_products(b, least, 64, one)
-        store_group(at, out_stride, a)
-        store_group(at + 64, out_stride, b)
+                at, sums = out + block * 128 + g * out_stride, least + (block * GROUP + g) * 64
+                total = splat(reduce_add(load_f32(sums)))
+                store_f32(at, load_f32(at) + total)
+                store_f32(at + 64, load_f32(at + 64) + total)
     if HAS_OUTLIERS:
         for i in range(count):
             value_outliers(p + i * 256, p_stride, scalar_i64(entries + i * 8), d, out, out_stride,
                            GROUP, extra)  # fmt: skip
 
 
-def _mix_head(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra):
+def _mix_head(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra, after):
     scale = splat(scalar_f32(extra))
-    for block in range((d + 31) // 32):
-        at, none = out + block * 128, zeros(GROUP)
-        a, b, c, e = none, none, none, none
-        for i in range(count):
-            page, from_ = scalar_i64(entries + i * 8), p + i * 256
-            ahead = next_part(entries, i, count, block, BITS)
+    for i in range(count):
+        page = scalar_i64(entries + i * 8)
+        ahead = scalar_i64(entries + (i + 1) * 8) if i + 1 < count else after
+        from_ = p + i * 256
+        for block in range((d + 31) // 32):
+            at, none, codes = out + block * 128, zeros(GROUP), ahead + block * 256 * BITS
+            a, b, c, e = none, none, none, none
             for t in range(0, PAGE, 4):
-                prefetch(ahead + t * 32)
-                prefetch(ahead + t * 32 + 64)
+                prefetch(codes + t * 32)
+                prefetch(codes + t * 32 + 64)
                 u, v, w, x, y, z, k, m = value_levels(page, d, block, t, extra)
                 a = add_products(a, from_ + t * 4, p_stride, u)
                 b = add_products(b, from_ + t * 4, p_stride, v)
@@ -274,10 +280,10 @@ def _mix_head(p, p_stride, entries, count, tokens, slots, d, out, out_stride, ex
                 b = add_products(b, from_ + t * 4 + 8, p_stride, z)
                 c = add_products(c, from_ + t * 4 + 12, p_stride, k)
                 e = add_products(e, from_ + t * 4 + 12, p_stride, m)
-        before = load_group(none, at, out_stride)
-        store_group(at, out_stride, add_group_times(before, add_groups(a, c), scale))
-        before = load_group(none, at + 64, out_stride)
-        store_group(at + 64, out_stride, add_group_times(before, add_groups(b, e), scale))
+            before = load_group(none, at, out_stride)
+            store_group(at, out_stride, add_group_times(before, add_groups(a, c), scale))
+            before = load_group(none, at + 64, out_stride)
+            store_group(at + 64, out_stride, add_group_times(before, add_groups(b, e), scale))
 
 
 AXES = {"block": 0, "channel": 1, "token": 2, "head": 3, "range": 4}
@@ -306,9 +312,12 @@ def cache_functions(
     def make(template: Any, **more: Any) -> Any:
         return bind(template, f"{name}{template.__name__}", **more)
 
+    # bytes of parameters for 64 tokens of a channel
+    more = {"block": 4 * parameters, "channel": 4 * parameters}.get(key_axis, 0)
     keys, values = AXES[key_axis], AXES[value_axis]
     names: dict[str, Any] = {
         "BITS": bits,
+        "STEP": 8 * bits + more,
         "PARAMETERS": parameters,
         "KEY_AXIS": keys,
         "VALUE_AXIS": values,

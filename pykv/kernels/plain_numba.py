@@ -11,9 +11,10 @@ the layer and head and lie outside the pages, for formats that have such:
     scores(q, q_stride, page, ahead, d, slots, out, out_stride, extra)
                                     out[i][t] = q[i] . key t, for the rows i of a group;
                                     `ahead` is the page that comes next, asked for meanwhile
-    mix(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra)
+    mix(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra, after)
                                     out[i] += sum over t of p[i][t] * value t, over `count` pages
-                                    whose addresses stand at `entries`; of the last, `tokens`
+                                    whose addresses stand at `entries`; of the last, `tokens`;
+                                    `after` is the page that comes after them
     read_keys(page, d, slots, out, extra)   -> f32 [d][64]
     read_values(page, d, slots, out, extra) -> f32 [ceil(d / 32)][64][32]
     write_key(x, page, d, slots, slot), write_value(...)   one token, for tails
@@ -83,22 +84,23 @@ def _scores(q, q_stride, page, ahead, d, slots, out, out_stride, extra):
             store_group(out + run * 64, out_stride, a)
 
 
-def _mix(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra):
-    for block in range((d + 31) // 32):
-        at = out + block * 128
-        a = load_group(zeros(GROUP), at, out_stride)
-        b = load_group(zeros(GROUP), at + 64, out_stride)
-        for i in range(count):
-            page = scalar_i64(entries + i * 8) + block * slots * 32 * ITEM
-            # the same part of the page that comes next
-            ahead = scalar_i64(entries + min(i + 1, count - 1) * 8) + block * slots * 32 * ITEM
+def _mix(p, p_stride, entries, count, tokens, slots, d, out, out_stride, extra, after):
+    # pages are taken from end to end: the CPU's own prefetching needs long runs
+    for i in range(count):
+        page = scalar_i64(entries + i * 8)
+        ahead = scalar_i64(entries + (i + 1) * 8) if i + 1 < count else after
+        for block in range((d + 31) // 32):
+            at, part = out + block * 128, block * slots * 32 * ITEM
+            a = load_group(zeros(GROUP), at, out_stride)
+            b = load_group(zeros(GROUP), at + 64, out_stride)
             for t in range(tokens if i == count - 1 else PAGE):
-                prefetch(ahead + t * 32 * ITEM)
+                place = part + t * 32 * ITEM
+                prefetch(ahead + place)
                 weight = p + (i * PAGE + t) * 4
-                a = add_products(a, weight, p_stride, load(page + t * 32 * ITEM))
-                b = add_products(b, weight, p_stride, load(page + t * 32 * ITEM + 16 * ITEM))
-        store_group(at, out_stride, a)
-        store_group(at + 64, out_stride, b)
+                a = add_products(a, weight, p_stride, load(page + place))
+                b = add_products(b, weight, p_stride, load(page + place + 16 * ITEM))
+            store_group(at, out_stride, a)
+            store_group(at + 64, out_stride, b)
 
 
 def _read_keys(page, d, slots, out, extra):
