@@ -146,21 +146,21 @@ def _flags(config: CacheConfig) -> tuple[tuple[str, str], tuple[str, str]]:
 def _overrides(config: CacheConfig) -> list[tuple[int, int, str | None, str | None, str]]:
     """First layer, last layer, key type, value type, and the words themselves."""
     found = []
-    for part in (config.override or "").split(";") if config.override else []:
-        match = _OVERRIDE.fullmatch(part.strip())
+    for part in filter(None, re.sub(r"\s", "", config.override or "").split(";")):
+        match = _OVERRIDE.fullmatch(part)
         if not match or not (match[3] or match[5]) or bool(match[4]) != bool(match[3] and match[5]):
             raise ConfigError(
-                f"cache type override '{part.strip()}' is not understood: write it as "
+                f"cache type override '{part}' is not understood: write it as "
                 "0-1=k:q8_0,v:q8_0 or 5=v:f16, several with ; between them"
             )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise ConfigError(f"cache type override '{part.strip()}': {first} comes after {last}")
+            raise ConfigError(f"cache type override '{part}': {first} comes after {last}")
         for name in (match[3], match[5]):
             if name is not None:
-                _format(name, f"cache type override '{part.strip()}': ")
+                _format(name, f"cache type override '{part}': ")
                 _check_sinks(name, config.sinks)
-        found.append((first, last, match[3], match[5], part.strip()))
+        found.append((first, last, match[3], match[5], part))
     return found
 
 

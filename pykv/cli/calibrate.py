@@ -31,7 +31,12 @@ def command(
         typer.Option("-f", "--file", metavar="FILE", help="The text; - is standard input."),
     ] = None,
     types: Annotated[
-        str, typer.Option("--types", metavar="TYPE,...", help="Cache types, lowrank, or all.")
+        str,
+        typer.Option(
+            "--types",
+            metavar="TYPE,...",
+            help="nuq4, nuq3, nuq2, each also with :outliers=P%, fp8_e4m3, fp8_e5m2, lowrank; all.",
+        ),
     ] = "all",
     chunks: Annotated[
         int, typer.Option("--chunks", metavar="N", help="Chunks to read; -1: all.")

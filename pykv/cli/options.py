@@ -121,7 +121,9 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
                 "-m --model", "MODEL", "A GGUF file or the name of a model.", "PYKV_MODEL"
             ),
             "hub": _f("-hf --hf-repo", "USER/REPO[:QUANT]", "A model on the Hugging Face hub."),
-            "offline": _f("--offline/--no-offline", "", "Use only what is already here."),
+            "offline": _f(
+                "--offline/--no-offline", "", "Use only what is already here; off by default."
+            ),
         },
     ),
     Request: (
@@ -148,13 +150,17 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
         {
             "device": _f("--device", "NAME", "auto, cpu, or reference (plain NumPy, slow)."),
             "threads": _f("-t --threads", "N", "CPU threads.  Default: the physical cores."),
-            "ctx_size": _f("-c --ctx-size", "N", "Context in tokens; 0: the model's own."),
+            "ctx_size": _f(
+                "-c --ctx-size",
+                "N",
+                "Tokens of context, or of a chunk; 0: the model's own, or the command's.",
+            ),
             "batch": _f("-b --batch-size", "N", "Tokens read per call."),
             "ubatch": _f("-ub --ubatch-size", "N", "Tokens that go through the layers together."),
             "deterministic": _f(
                 "--deterministic/--no-deterministic",
                 "",
-                "The same numbers for every batch split and cache state; slower.",
+                "The same numbers for every batch split and cache state; slower, off by default.",
             ),
             "check_memory": _f(
                 "--check-memory/--no-check-memory",
@@ -170,10 +176,12 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
         "KV cache",
         {
             "type_k": _f(
-                "-ctk --cache-type-k", "TYPE", "How keys are kept; `pykv inspect` lists types."
+                "-ctk --cache-type-k",
+                "TYPE",
+                "How keys are kept; `pykv inspect` lists types, nuq ones take :outliers=P%.",
             ),
             "type_v": _f("-ctv --cache-type-v", "TYPE", "How values are kept, likewise."),
-            "sinks": _f("--kv-sinks", "N", "First tokens that stay exact."),
+            "sinks": _f("--kv-sinks", "N", "First tokens that stay exact, 0 to 64."),
             "residual": _f(
                 "--kv-residual", "N", "Newest tokens that stay exact.  Default: the types' own."
             ),
@@ -187,12 +195,15 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
             ),
             "transform_v": _f("--kv-transform-v", "NAME", "The same for values."),
             "position": _f(
-                "--kv-position", "WHEN", "When RoPE turns the keys: as they are write, or read."
+                "--kv-position",
+                "WHEN",
+                "When RoPE turns keys: as they are write, or read; those of nuq always read.",
             ),
             "override": _f(
                 "--cache-type-override",
                 "LAYERS=TYPES",
-                "Other types for some layers: 0-1=k:q8_0,v:q8_0;5=k:f16.",
+                "Other types for some layers, k: or v: or both; the last to name a layer counts: "
+                "0-1=k:q8_0,v:q8_0;5=k:f16.",
             ),
             "guard": _f(
                 "--kv-guard",
@@ -216,7 +227,11 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
             "presence_penalty": _f("--presence-penalty", "X", "Penalty for having occurred (0)."),
             "frequency_penalty": _f("--frequency-penalty", "X", "Penalty per occurrence (0)."),
             "seed": _f("-s --seed", "N", "Seed of the draws; -1: a fresh one, which is reported."),
-            "ignore_eos": _f("--ignore-eos/--no-ignore-eos", "", "Go on when the model would end."),
+            "ignore_eos": _f(
+                "--ignore-eos/--no-ignore-eos",
+                "",
+                "Go on when the model would end; off by default.",
+            ),
         },
     ),
     Output: (

@@ -188,6 +188,8 @@ def _from_hf(model: str, offline: bool, progress: Progress | None) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
+    # what it retries it logs, line after line; one sentence of ours says it in the end
+    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     # its HTTP library changes between versions, but always lends its base error to this module
     transport = (errors.HTTPError, getattr(errors, "XetDownloadError", RuntimeError))  # type: ignore[attr-defined]
     try:
@@ -221,7 +223,7 @@ def _hf_failed(repo: str, error: Exception) -> DownloadError:
     reason = "".join(c for c in (lines or [type(error).__name__])[0] if c.isprintable())
     return DownloadError(
         f"{repo}: could not be fetched from the Hugging Face hub: {reason[:300]}; "
-        "check the network, or ask for it offline if it was fetched before"
+        "check the network, or use --offline if it was fetched before"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import operator
 import os
@@ -21,6 +20,7 @@ from pykv.cache.store import Store
 from pykv.config import CacheConfig, LoadConfig, SamplingConfig
 from pykv.engine import guard, hub, memory, numbers
 from pykv.engine.chat import Chat
+from pykv.engine.devices import LoadProgress, backend
 from pykv.engine.divergence import Divergence
 from pykv.engine.logits_file import LogitsReader, LogitsWriter
 from pykv.engine.perplexity import (
@@ -32,15 +32,13 @@ from pykv.engine.perplexity import (
     measure,
 )
 from pykv.engine.sampler import Sampler
-from pykv.engine.session import Generation, Session
+from pykv.engine.session import Generation, Prompt, Session
 from pykv.errors import CacheFullError, ConfigError, TemplateError
 from pykv.gguf import GGUFFile, open_gguf
 from pykv.tokenizer import Tokenizer, from_metadata, select
 
 log = logging.getLogger("pykv")
 
-DEVICES = ("cpu", "reference")
-LoadProgress = Callable[[str, int, int], None]
 
 __all__ = ["Chat", "Divergence", "Generation", "Model", "Perplexity", "load", "load_tokenizer"]
 
@@ -60,8 +58,14 @@ def load(
     Raises PykvError: GGUFError for a file that cannot be read, DownloadError, OutOfMemoryError,
     UnsupportedError, ConfigError.
     """
-    name = None if model is None else os.fspath(model)
-    path = hub.resolve(name, offline=offline, progress=progress)
+    configs = {"cache": cache, "load": load, "sampling": sampling}
+    kinds = (CacheConfig, LoadConfig, SamplingConfig)
+    for (what, given), kind in zip(configs.items(), kinds, strict=True):
+        if given is not None and not isinstance(given, kind):
+            raise ConfigError(f"{what} must be a {kind.__name__}, not {given!r}")
+    path = hub.resolve(
+        None if model is None else os.fspath(model), offline=offline, progress=progress
+    )
     return Model(
         path, cache or CacheConfig(), load or LoadConfig(), sampling or SamplingConfig(), progress
     )
@@ -74,33 +78,6 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """
     with open_gguf(path) as file:
         return from_metadata(file.metadata, where=file.file)
-
-
-def _backend(config: LoadConfig, progress: LoadProgress | None) -> Backend:
-    device = "cpu" if config.device == "auto" else config.device
-    if device not in DEVICES:
-        raise ConfigError(
-            f"device '{config.device}' is unknown: it is auto, {' or '.join(DEVICES)}"
-        )
-    seen: list[str] = []
-
-    def compiling(kernel: str) -> None:
-        if not seen:
-            log.info("compiling kernels; they are kept for later runs")
-        seen.append(kernel)
-        if progress is not None:
-            progress("compiling kernels; they are kept for later runs", len(seen), 0)
-
-    settings: dict[str, Any] = {}
-    if device == "cpu":
-        settings = {
-            "threads": config.threads,
-            "deterministic": config.deterministic,
-            "progress": compiling,
-            "kernel_cache": hub.cache_dir(),
-        }
-    backend: Backend = importlib.import_module(f"pykv.backends.{device}").create(**settings)
-    return backend
 
 
 class Model:
@@ -125,7 +102,7 @@ class Model:
             self.metadata = self._file.metadata
             self.architecture: str = self._file.get_str("general.architecture")
             self.tokenizer = from_metadata(self.metadata, where=self._file.file)
-            self._dev = _backend(load, progress)
+            self._dev = backend(load, progress)
             self._load_graph()
         except BaseException:
             self.close()
@@ -241,7 +218,7 @@ class Model:
 
     def generate(
         self,
-        prompt: str | bytes | Sequence[int],
+        prompt: Prompt,
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
@@ -255,15 +232,20 @@ class Model:
         such. `keep_special`: control tokens in the answer are shown.
         Raises, while iterating: CacheFullError, NumericsError.
         """
-        ids = self._ids(prompt, parse_special)
+        ids = self.ids(prompt, parse_special)
         return Generation(
             self, lambda: (Session(self), ids), self.sampler(sampling), max_tokens=max_tokens,
             stop=stop, keep_special=keep_special,
         )  # fmt: skip
 
-    def _ids(self, prompt: str | bytes | Sequence[int], parse_special: bool) -> list[int]:
+    def session(self) -> Session:
+        """An empty sequence of tokens, to read, fork and generate from."""
+        return Session(self)
+
+    def ids(self, prompt: Prompt, parse_special: bool = False, start: bool = True) -> list[int]:
+        """Token ids of a prompt, checked; `start`: a text begins with the model's start token."""
         if isinstance(prompt, str | bytes):
-            ids = self.tokenizer.encode(prompt, add_special=True, parse_special=parse_special)
+            ids = self.tokenizer.encode(prompt, add_special=start, parse_special=parse_special)
         else:
             try:
                 ids = [operator.index(i) for i in prompt]
@@ -302,7 +284,7 @@ class Model:
 
         Raises ConfigError: no tokens, or ids out of range; CacheFullError.
         """
-        ids = np.array(self._ids(list(tokens), False), np.int32)
+        ids = np.array(self.ids(list(tokens)), np.int32)
         if len(ids) > self.n_ctx:
             raise CacheFullError(
                 f"the text has {len(ids):,} tokens, and {self.n_ctx:,} fit the context; "

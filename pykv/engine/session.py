@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pykv.backends.base import F32
+from pykv.config import SamplingConfig
 from pykv.engine.sampler import Sampler
 from pykv.engine.stats import Finish, Stats
 from pykv.errors import CacheFullError, CancelledError, ConfigError
 
 if TYPE_CHECKING:
     from pykv.engine.model import Model
+
+
+Prompt = str | bytes | Sequence[int]  # a text, or token ids
 
 
 class Session:
@@ -71,7 +75,7 @@ class Session:
         if len(tokens) > room:
             raise CacheFullError(
                 f"the text is too long: {len(tokens):,} tokens are to be read, and {room:,} of the "
-                f"context's {self._model.n_ctx:,} are free; raise --ctx-size or shorten it"
+                f"context's {self._model.n_ctx:,} are free; raise ctx_size (-c) or shorten it"
             )
         for start in range(0, len(tokens), self._model.ubatch):
             part = np.asarray(tokens[start : start + self._model.ubatch], np.int32)
@@ -80,6 +84,26 @@ class Session:
             logits = self._model.step([(self._number, part)], last, cancelled)
         after: F32 = logits[0]
         return after
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        sampling: SamplingConfig | None = None,
+    ) -> Generation:
+        """Read a text or token ids, and continue them; an iterator of pieces of text.
+
+        The session grows by the prompt and by what is generated, except the last token. A text
+        begins with the model's start token where the session is empty.
+        Raises ConfigError; while iterating, CacheFullError and NumericsError.
+        """
+        ids = self._model.ids(prompt, start=len(self) == 0)
+        return Generation(
+            self._model, lambda: (self, ids), self._model.sampler(sampling), max_tokens=max_tokens,
+            stop=stop, on_end=lambda generation: None,
+        )  # fmt: skip
 
 
 class StopText:

@@ -79,6 +79,15 @@ class CodedFormat(BlockFormat):
     key_position: ClassVar[Literal["write", "read"]] = "write"  # when RoPE turns the keys
     outliers: Fraction = Fraction(0)  # percent of a page's values that it also keeps as float16
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse, where the format is written, what pages have no layout for."""
+        super().__init_subclass__(**kwargs)
+        if getattr(cls, "bits", 8) not in SETS:
+            raise FormatError(
+                f"{cls.__name__}: codes have one of {', '.join(map(str, SETS))} bits, "
+                f"not {cls.bits}"
+            )
+
     def quantize(self, x: F32, numbers: HeadNumbers | None = None) -> tuple[U8, Parameters]:
         """f32 [..., n], a group of n values -> codes u8 [..., n], parameters f32 [..., 1].
 

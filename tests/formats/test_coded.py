@@ -332,3 +332,10 @@ def test_a_page_of_another_size_or_number_of_tokens_is_refused(name, side):
             decode(page, 72, n)
         with pytest.raises(FormatError, match=f"not {n}$"):
             FORMATS[name].page_bytes(72, side, n)
+
+
+def test_codes_that_pages_have_no_place_for_are_refused_where_they_are_written():
+    with pytest.raises(FormatError, match="Int7: codes have one of 8, 5, 4, 3, 2 bits, not 7"):
+
+        class Int7(CodedFormat):
+            bits = 7
