@@ -1,5 +1,5 @@
 """`python -m pykv` is `pykv`."""
 
-from pykv.cli.app import main
+from pykv.cli._start import main
 
 raise SystemExit(main())

@@ -28,19 +28,33 @@ def _check_types(settings: Any) -> None:
 class CacheConfig:
     """How keys and values are kept.
 
-    Raises ConfigError for a value out of range; unknown type names are refused at load.
+    type_k, type_v: the type of keys and of values in full pages, a name that `pykv inspect` lists;
+        nuq types take an option, "nuq3:outliers=1%".
+    sinks: tokens at the start of a sequence that stay exact, 0 to 64; nuq types need 4.
+    residual: newest tokens that stay exact, 0 to 65,536; None: the larger default of the two types.
+    tail_type: the type of exact tokens, f16, bf16 or f32; None: f16, or bf16 or f32 beside pages of
+        that type.
+    transform_k, transform_v: a map of full pages, by head: none, hadamard, random, lowrank:R, which
+        keeps R channels; auto: what suits the type.
+    position: when RoPE turns the keys. write: before they are stored; read: afterwards, which f32,
+        f16, bf16, kivi and nuq keys can do; nuq keys always do.
+    override: types of some layers, the first layer being 0: "0-1=k:q8_0,v:q8_0;5=k:f16"; of two
+        that name a layer the later one counts.
+    guard: on: layers whose keys type_k would spoil keep q8_0 or f16 keys; off: all as set.
+    Raises ConfigError: a number out of range, a guard that is neither. Names of types, transforms
+    and positions are checked when a model is loaded.
     """
 
-    type_k: str = "f16"  # format of key pages
-    type_v: str = "f16"  # format of value pages
-    sinks: int = 4  # tokens at the start of a sequence that are never encoded
-    residual: int | None = None  # newest tokens kept exact; None: the formats' default
-    tail_type: str | None = None  # f32, f16 or bf16; None: f16, or the page's own wider type
-    transform_k: str = "auto"  # of key pages: none, hadamard, random, or the format's own
-    transform_v: str = "auto"  # of value pages
-    position: str = "write"  # when RoPE turns keys: write, or read (f32, f16, bf16 and kivi)
-    override: str | None = None  # other types for some layers: "0-1=k:q8_0,v:q8_0;5=k:f16"
-    guard: str = "on"  # on: layers whose keys the type would spoil keep a safe one; off: all as set
+    type_k: str = "f16"
+    type_v: str = "f16"
+    sinks: int = 4
+    residual: int | None = None
+    tail_type: str | None = None
+    transform_k: str = "auto"
+    transform_v: str = "auto"
+    position: str = "write"
+    override: str | None = None
+    guard: str = "on"
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -55,16 +69,28 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """How a model is loaded and run.  Raises ConfigError for a value out of range."""
+    """How a model is loaded and run.
 
-    device: str = "auto"  # auto, cpu, or reference (plain NumPy, slow)
-    threads: int | None = None  # None: physical cores, within affinity and cgroup quota
-    ctx_size: int = 0  # tokens; 0: what the model was trained for
-    batch: int = 2048  # tokens a call may hand over at once
-    ubatch: int = 512  # tokens that go through the layers together
-    deterministic: bool = False  # same logits for every batch split, at the price of speed
-    check_memory: bool = True  # refuse to load what does not fit the free memory
-    chat_template: str | None = None  # a built-in name or a file, in place of the model's own
+    device: auto or cpu, or reference, which is plain NumPy and slow.
+    threads: CPU threads, 1 to 1,024; None: the physical cores, within affinity and cgroup quota.
+    ctx_size: most tokens of a sequence; 0: what the model was trained for.
+    batch: most tokens of a call of the model; the smaller one of batch and ubatch counts.
+    ubatch: most tokens that go through the layers together.
+    deterministic: the same logits for every split into batches, and whatever was cached; prompts
+        are read at about a third of the speed.
+    check_memory: refuse to load what does not fit the free memory.
+    chat_template: a built-in template's name, a file or Jinja source; None: the model's own.
+    Raises ConfigError: a number out of range. Devices are checked when a model is loaded.
+    """
+
+    device: str = "auto"
+    threads: int | None = None
+    ctx_size: int = 0
+    batch: int = 2048
+    ubatch: int = 512
+    deterministic: bool = False
+    check_memory: bool = True
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -81,21 +107,34 @@ class LoadConfig:
 class SamplingConfig:
     """How the next token is chosen, with llama.cpp's chain.
 
-    None means: the model file's `general.sampling.*` value, else llama.cpp's default, which the
-    comment gives.  Raises ConfigError for a value out of range.
+    None means: the model file's `general.sampling.*` value, if it has one, else llama.cpp's
+    default, which is given in brackets. Numbers have no unit; probabilities are shares of 1.
+
+    temperature: divides the logits (0.8); 0 or less: greedy.
+    top_k: likeliest tokens that are kept (40); 0 or less: all.
+    top_p: likeliest tokens that are kept, by the sum of their probabilities (0.95); 1 or more: off.
+    min_p: least probability, as a share of the largest (0.05); 0 or less: off.
+    typical_p: share of locally typical tokens that is kept (1.0, which is off).
+    repeat_last_n: tokens that penalties look back on (64); 0: off, -1: the whole context.
+    repeat_penalty: divides or multiplies logits of tokens that occurred (1.0, which is off).
+    presence_penalty: is taken from logits of tokens that occurred (0.0).
+    frequency_penalty: is taken from them once for each occurrence (0.0).
+    seed: 0 to 2**32 - 1; None or -1: drawn afresh, and told in the result's stats.
+    ignore_eos: end-of-generation tokens are never chosen.
+    Raises ConfigError: a value of another type. Ranges are checked when a generation is made.
     """
 
-    temperature: float | None = None  # 0.8; 0 or less: greedy
-    top_k: int | None = None  # 40; 0 or less: all tokens
-    top_p: float | None = None  # 0.95; 1 or more: off
-    min_p: float | None = None  # 0.05; 0 or less: off
-    typical_p: float | None = None  # 1.0: off
-    repeat_last_n: int | None = None  # 64 tokens back; 0: off, -1: the whole context
-    repeat_penalty: float | None = None  # 1.0: off
-    presence_penalty: float | None = None  # 0.0: off
-    frequency_penalty: float | None = None  # 0.0: off
-    seed: int | None = None  # None or -1: drawn afresh, and part of the result
-    ignore_eos: bool = False  # never end by itself
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repeat_last_n: int | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         _check_types(self)

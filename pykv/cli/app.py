@@ -7,6 +7,7 @@ imported until a command runs.
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import pkgutil
@@ -185,8 +186,10 @@ def run(args: Sequence[str], columns: int | None = None) -> int:
         )
         return 1
     except OSError as error:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        render.error(f"{where}{error.strerror or error}")
+        where = "standard output" if error.filename is None else error.filename
+        full = error.errno == errno.ENOSPC
+        what = "the disk is full, make room on it" if full else error.strerror or str(error)
+        render.error(f"{where}: {what}" if full or error.filename is not None else what)
         return 1
     return 0
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +12,9 @@ from pykv.cli.options import ModelArgument, ModelOption, Output, read_bytes
 from pykv.cli.render import Screen
 from pykv.config import CacheConfig, LoadConfig
 from pykv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pykv.engine.calibration import Calibration
 
 EXAMPLE = """\
 pykv calibrate -f book.txt
@@ -63,6 +67,7 @@ def command(
         with screen.loaded(
             model_option.pick(model), offline=model_option.offline, load=whole, cache=cache
         ) as opened:
+            _announce(screen, calibration.places(opened, wanted))
             with screen.running("calibrating") as tell:
                 made = calibrate.calibrate(
                     opened,
@@ -72,11 +77,18 @@ def command(
                     None if chunks == -1 else chunks,
                     lambda done, total, seconds: tell(done, total, f"{seconds:.2f} s a chunk"),
                 )
-            files = [
-                {"type": each.type, "tokens": each.tokens, "path": str(path)}
-                for each, path in calibration.write_all(opened, made)
-            ]
-            if output.json:
-                screen.json({"model": str(opened.path), "files": files})
-            else:
-                screen.table(["type", "file"], [[f["type"], f["path"]] for f in files])
+            _report(screen, opened.path, calibration.write_all(opened, made))
+
+
+def _announce(screen: Screen, places: list[Path]) -> None:
+    for path in places:
+        if path.exists():
+            screen.note(f"{path} will be replaced")
+
+
+def _report(screen: Screen, model: Path, made: list[tuple[Calibration, Path]]) -> None:
+    if screen.output.json:
+        files = [{"type": c.type, "tokens": c.tokens, "path": str(path)} for c, path in made]
+        screen.json({"model": str(model), "files": files})
+    else:
+        screen.table(["type", "file"], [[c.type, str(path)] for c, path in made])

@@ -270,7 +270,10 @@ def _draw(report: Report, path: str) -> None:
         figure.colorbar(image, ax=axes, label=label)
     above.set_yticks(range(len(report.types)), labels=[t.name for t in report.types])
     below.set(ylabel="layer")
-    figure.savefig(path, dpi=150)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _norm(colors: Any, rows: Sequence[Sequence[float]]) -> Any:

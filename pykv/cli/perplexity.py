@@ -137,7 +137,7 @@ def _open_save(screen: Screen, path: str) -> LogitsWriter:
     from pykv.engine.logits_file import LogitsWriter
 
     return LogitsWriter(
-        path, lambda n: screen.note(f"{path} will take {n:,} bytes ({n / 1e9:.1f} GB)")
+        path, lambda n: screen.note(f"{path} will take {n:,} bytes ({n / 1e9:.2f} GB)")
     )
 
 

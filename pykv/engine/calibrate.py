@@ -33,6 +33,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pykv import registry
 from pykv.backends.base import I32
 from pykv.backends.cpu import CpuBackend
@@ -50,7 +52,7 @@ log = logging.getLogger("pykv")
 
 Progress = Callable[[int, int, float], None]  # chunks done, of, seconds a chunk
 LEAST_CHUNK = FIRST + PAGE_TOKENS  # tokens
-FEW_TOKENS = 2048  # fewer are warned of
+FEW_TOKENS, FEW_DISTINCT = 2048, 100  # fewer are warned of
 OUTLIERS = "outliers=1%"  # the option that `all` includes
 
 
@@ -122,6 +124,12 @@ def calibrate(
             "%d tokens are few to calibrate on; ranges hold better from %d on",
             tokens.size, FEW_TOKENS,
         )  # fmt: skip
+    distinct = len(np.unique(tokens))
+    if distinct < FEW_DISTINCT:
+        log.warning(
+            "the text has %d different tokens: ranges that are measured on it will fit no other",
+            distinct,
+        )
     formats = [f for t in types if t != LOWRANK and isinstance(f := find(t), CodedFormat)]
     shapes, started = model.store.shapes, time.perf_counter()
     with ThreadPoolExecutor(dev.threads) as pool:

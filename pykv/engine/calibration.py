@@ -4,12 +4,15 @@ A file is a GGUF in the folder `calibration` of pykv's cache, named by the model
 type. Per layer it holds, each where the type has it: `blk.N.k_scale` and `k_centre` f32 [G, D] or
 [G], `k_levels` [2**bits], `k_basis` [G, D, D] whose columns fall in weight, `k_singular` [G, D],
 and the same with `v_`. It also holds what it is good for: the hash, the KV heads' numbers and
-widths, and the settings of RoPE. It is read for that model only.
+widths, and the settings of RoPE, and a hash of its own arrays. It is read for that model only, and
+only while it is whole.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from pykv.engine.model import Model
 
 Side = Literal["key", "value"]
-VERSION = 1
+VERSION = 2
 PIECE_BYTES = 4096  # of a tensor that its model's hash reads at the start, middle and end
 LOWRANK = "lowrank"
 _KEY = "pykv.calibration"
@@ -109,9 +112,24 @@ def _text(value: Any) -> str:
     return str(value.tolist()) if isinstance(value, np.ndarray) else str(value)
 
 
+def place_for(type_: str, identity: Identity) -> Path:
+    """`path_of`, where a file can be written or replaced.
+
+    Raises ConfigError: something else lies there; OSError: its folder cannot be written to.
+    """
+    path = path_of(type_, identity)
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file, and a calibration belongs there: move it away")
+    there = next(folder for folder in path.parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        reason = errno.EACCES if there.is_dir() else errno.ENOTDIR
+        raise OSError(reason, os.strerror(reason), str(there))
+    return path
+
+
 def write(calibration: Calibration, identity: Identity) -> Path:
     """Write a calibration's file, in the place of an older one, and return its path."""
-    path = path_of(calibration.type, identity)
+    path = place_for(calibration.type, identity)
     path.parent.mkdir(parents=True, exist_ok=True)
     heads = np.array(identity.heads, np.int32).T
     metadata: dict[str, Any] = {
@@ -125,6 +143,7 @@ def write(calibration: Calibration, identity: Identity) -> Path:
         f"{_KEY}.model.kv_heads": heads[0],
         f"{_KEY}.model.key_widths": heads[1],
         f"{_KEY}.model.value_widths": heads[2],
+        f"{_KEY}.arrays.hash": _digest(calibration.layers),
     }
     tensors = {
         f"blk.{i}.{name}": array.astype(np.float32, copy=False)
@@ -135,11 +154,30 @@ def write(calibration: Calibration, identity: Identity) -> Path:
     return path
 
 
+def _digest(layers: Sequence[dict[str, F32]]) -> str:
+    digest = hashlib.sha256()
+    for i, arrays in enumerate(layers):
+        for name, array in sorted(arrays.items()):
+            digest.update(f"{i} {name} {array.shape}\n".encode())
+            digest.update(array.astype("<f4").tobytes())
+    return digest.hexdigest()
+
+
+def places(model: Model, types: Sequence[str]) -> list[Path]:
+    """Where a loaded model's calibrations will lie; raises as `place_for`."""
+    owner = _owner(model)
+    return [place_for(type_, owner) for type_ in types]
+
+
 def write_all(model: Model, calibrations: Sequence[Calibration]) -> list[tuple[Calibration, Path]]:
     """Write a loaded model's calibrations; each with its file."""
-    with open_gguf(model.path) as file:
-        owner = identity(file, model.store.shapes)
+    owner = _owner(model)
     return [(each, write(each, owner)) for each in calibrations]
+
+
+def _owner(model: Model) -> Identity:
+    with open_gguf(model.path) as file:
+        return identity(file, model.store.shapes)
 
 
 def find(type_: str, identity: Identity) -> Calibration | None:
@@ -166,22 +204,32 @@ def require(type_: str, identity: Identity, model: Path) -> Calibration:
 def read(path: Path, type_: str, identity: Identity) -> Calibration:
     """A calibration file.
 
-    Raises ConfigError: it was made for another model, or another type; GGUFError: it is damaged.
+    Raises ConfigError: it was made for another model, another type or by an older pykv; GGUFError:
+    it is damaged.
     """
-    with open_gguf(path) as file:
-        version = file.get_int(f"{_KEY}.version")
-        if version != VERSION:
-            raise GGUFError(
-                f"{file.file}: this is a calibration file of version {version}, expected "
-                f"{VERSION}; run `pykv calibrate` again"
-            )
-        found = file.get_str(f"{_KEY}.type")
-        if found != type_:
-            raise ConfigError(f"{path}: this is a calibration of {found}, expected one of {type_}")
-        _check_model(path, file, identity)
-        layers = [_arrays(file, i) for i in range(len(identity.heads))]
-        _check_arrays(file, layers, identity)
-        return Calibration(type_, file.get_int(f"{_KEY}.tokens"), tuple(layers))
+    again = f"run `pykv calibrate` with --types {type_} again"
+    try:
+        with open_gguf(path) as file:
+            version = file.get_int(f"{_KEY}.version")
+            if version != VERSION:
+                raise ConfigError(
+                    f"{path}: this is a calibration of pykv's version {version} of them, expected "
+                    f"{VERSION}: {again}"
+                )
+            found = file.get_str(f"{_KEY}.type")
+            if found != type_:
+                raise ConfigError(
+                    f"{path}: this is a calibration of {found}, expected one of {type_}: {again}"
+                )
+            _check_model(path, file, identity)
+            layers = [_arrays(file, i) for i in range(len(identity.heads))]
+            _check_arrays(layers, identity)
+            if file.get_str(f"{_KEY}.arrays.hash") != _digest(layers):
+                raise GGUFError("its numbers are not those that were written")
+            return Calibration(type_, file.get_int(f"{_KEY}.tokens"), tuple(layers))
+    except GGUFError as error:
+        reason = "".join(c for c in str(error) if c.isprintable())
+        raise GGUFError(f"{path}: the calibration is damaged ({reason[:200]}): {again}") from error
 
 
 def _check_model(path: Path, file: GGUFFile, identity: Identity) -> None:
@@ -215,14 +263,14 @@ def _arrays(file: GGUFFile, layer: int) -> dict[str, F32]:
     return out
 
 
-def _check_arrays(file: GGUFFile, layers: list[dict[str, F32]], identity: Identity) -> None:
+def _check_arrays(layers: list[dict[str, F32]], identity: Identity) -> None:
     """Raise GGUFError: an array is missing, of another shape, or makes no sense."""
     names = set(layers[0]) if layers else set()
     for i, (arrays, (n_kv, d_k, d_v)) in enumerate(zip(layers, identity.heads, strict=True)):
         for name in sorted(names | set(arrays)):
-            what = f"{file.file}: tensor blk.{i}.{name}"
+            what = f"tensor blk.{i}.{name}"
             if name not in arrays:
-                raise GGUFError(f"{what} is missing, run `pykv calibrate` again")
+                raise GGUFError(f"{what} is missing")
             array, side = arrays[name], name.partition("_")[0]
             width = d_k if side == "k" else d_v
             ranges = {(n_kv,), (n_kv, width)}

@@ -111,11 +111,18 @@ class LogitsWriter:
         self._file: BinaryIO
 
     def __enter__(self) -> LogitsWriter:
-        """Raises ConfigError: no file can have that name."""
+        """Raises ConfigError: no file can have that name, or one that holds no logits has it."""
         if not self.path.parent.is_dir():
             raise ConfigError(f"{self.path}: there is no such folder, create it first")
         if self.path.exists() and not self.path.is_file():
-            raise ConfigError(f"{self.path} is no file that could be replaced, give another name")
+            raise ConfigError(f"{self.path} is a folder or a device, give the name of a file")
+        if self.path.exists() and self.path.stat().st_size > 0:
+            with self.path.open("rb") as file:
+                if file.read(len(MAGIC)) != MAGIC:  # a text, or a model
+                    raise ConfigError(
+                        f"{self.path} is there already and holds no logits, so it is not replaced: "
+                        "give another name"
+                    )
         try:
             self._file = open(self._part, "wb")  # noqa: SIM115
         except OSError as error:

@@ -7,6 +7,7 @@ one.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pykv.backends.base import F32, I32
+from pykv.backends.base import F32, I32, PAGE
+from pykv.cache.layout import bands_of
 from pykv.engine.divergence import F64, Divergence, Tally, log_softmax
 from pykv.errors import ConfigError, NumericsError
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from pykv.cache.store import Store
     from pykv.engine.logits_file import LogitsReader, LogitsWriter
     from pykv.engine.model import Model
+
+log = logging.getLogger("pykv")
 
 Progress = Callable[[int, int, float, float], None]
 # chunks done, of, the figures of all chunks so far, seconds a chunk
@@ -90,6 +94,18 @@ def _check_count(chunks: int | None) -> None:
         raise ConfigError(f"chunks must be 1 or more, or None for all, not {chunks}")
 
 
+def _warn_if_exact(model: Model, ctx_size: int) -> None:
+    """Say so where a chunk ends before the cache has encoded enough of it to be measured."""
+    bands = [b for b in bands_of(model.config, model.store.shapes) if not b.exact]
+    if bands:
+        residual, sinks = min(b.residual for b in bands), model.config.sinks
+        if ctx_size <= sinks + residual + PAGE:
+            log.warning(
+                "the cache keeps %d first and %d newest tokens exact, and pages have %d: chunks of "
+                "%d tokens show nothing of its types", sinks, residual, PAGE, ctx_size,
+            )  # fmt: skip
+
+
 def measure(
     model: Model,
     text: str | bytes,
@@ -104,6 +120,7 @@ def measure(
     NumericsError: logits are not finite.
     """
     tokens = chunks_of(model, text, ctx_size, chunks)
+    _warn_if_exact(model, ctx_size)
     if save_logits is not None:
         save_logits.begin(tokens, model.n_vocab)
     nll, values, started = [], [], time.perf_counter()
@@ -175,6 +192,8 @@ def compare_with_file(
             f"{model.n_ctx:,}: give --ctx-size {extent.n_ctx}"
         )
     _check_count(chunks)
+    if chunks is not None and chunks > extent.n_chunks:
+        log.warning("%s has %d chunks, and %d were asked for", base.path, extent.n_chunks, chunks)
 
     def baseline(index: int) -> Baseline:
         first = extent.n_ctx // 2
@@ -191,6 +210,7 @@ def _compare(
     progress: DivergenceProgress | None,
 ) -> Divergence:
     """`baseline(chunk)` gives its log-probabilities in batches as `_scored` cuts them."""
+    _warn_if_exact(model, tokens.shape[1])
     tally, started = Tally(), time.perf_counter()
     for i, chunk in enumerate(tokens):
         with closing(_predictions(model, chunk)) as batches, closing(baseline(i)) as others:

@@ -43,7 +43,7 @@ def write_gguf(
 
     Python's whole numbers become uint32, or the next type that holds them, its floats float32;
     NumPy's numbers and arrays of one axis keep their type. Tensors are float32 or float16.
-    Raises GGUFError: a name or a value that GGUF cannot hold.
+    Raises GGUFError: a name or a value that GGUF cannot hold; OSError, with the file's name.
     """
     target = Path(path)
     alignment = int(metadata.get("general.alignment", DEFAULT_ALIGNMENT))  # type: ignore[arg-type]
@@ -57,9 +57,10 @@ def write_gguf(
                 file.write(np.ascontiguousarray(tensor, tensor.dtype.newbyteorder("<")).data)
                 _fill(file, alignment)
         part.replace(target)
-    except BaseException:
+    except OSError as error:  # the part's name is no news to anybody
+        raise OSError(error.errno, error.strerror, str(target)) from error
+    finally:
         part.unlink(missing_ok=True)
-        raise
 
 
 def _fill(file: BinaryIO, alignment: int) -> None:

@@ -14,6 +14,7 @@ Source: numba/core/caching.py, `_CacheLocator` and `FunctionCache` (the hooks us
 from __future__ import annotations
 
 import hashlib
+import logging
 import pickle
 import sys
 import time
@@ -35,6 +36,8 @@ from numba.core.caching import (
 from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
 
+log = logging.getLogger("pykv")
+
 # "contract", "reassoc" and their like are absent on purpose: a kernel says `fma` where it wants
 # one, so that every copy of a loop adds in the same order and rounds in the same places.
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True}
@@ -51,6 +54,7 @@ class Compiled:
         self.names: list[str] = []
         self.seconds = 0.0
         self.listener: Callable[[str], None] | None = None  # told a name before it compiles
+        self.told = False  # that they cannot be kept
 
 
 compiled = Compiled()
@@ -152,8 +156,14 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         # a full or read-only disk costs the next start its compile time, and nothing else
         try:
             super().save_overload(sig, data)
-        except OSError:
+        except OSError as error:
             self.disable()
+            if not compiled.told:
+                compiled.told = True
+                log.warning(
+                    "%s: compiled kernels cannot be kept there (%s), and the next start will "
+                    "compile them again", cache_folder(), error.strerror or error,
+                )  # fmt: skip
 
 
 def has_features(*names: str) -> bool:

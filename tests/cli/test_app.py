@@ -76,7 +76,7 @@ def test_wrong_usage_is_one_line_and_code_2(pykv, args, sentence):
     ("model", "code", "sentence"),
     [
         ("broken.gguf", 1, "error: broken.gguf: truncated, expected more \u241b[31mbytes\n"),
-        ("disk.gguf", 1, "error: /cache/kernels: No space left on device\n"),
+        ("disk.gguf", 1, "error: /cache/kernels: the disk is full, make room on it\n"),
         ("interrupted.gguf", 130, ""),
     ],
 )

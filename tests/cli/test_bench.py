@@ -174,7 +174,7 @@ def test_ctrl_c_on_the_real_engine(start, reciter):
 
 def test_on_the_real_engine(run, reciter):
     args = ("-p", "40", "-n", "10", "-d", "0,100", "-r", "2", "-t", "1", "-ctk", "f16,f32")
-    code, out, err = run("bench", reciter, *args, "-o", "json")
+    code, out, err = run("bench", reciter, *args, "-o", "json", "-q")
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert [(r["type_k"], r["n_prompt"], r["n_gen"], r["n_depth"]) for r in found] == [

@@ -223,7 +223,7 @@ class TestSaving:
         result = pykv("perplexity", corpus, "--save-all-logits", path)
         assert (result.code, result.out) == (0, "Final estimate: PPL = 12.3457 +/- 0.76543\n")
         # a header of 20 bytes, 16 tokens, 6 rows of two floats and 7 codes and a spare one
-        assert f"{path} will take 228 bytes (0.0 GB)\n" in result.err
+        assert f"{path} will take 228 bytes (0.00 GB)\n" in result.err
         assert path.stat().st_size == 20 + 64 + 6 * (8 + 16) == 228
         with LogitsReader(path) as reader:
             assert reader.tokens.tolist() == TOKENS.tolist()

@@ -44,7 +44,9 @@ class TestGenerate:
     def test_a_context_that_the_prompt_does_not_fit(self, run, reciter):
         code, out, err = run("generate", "-m", reciter, "-p", "x" * 40, "-c", "30")
         assert (code, out) == (1, "")
-        assert re.fullmatch(r"error: the text is too long: 40 tokens .*--ctx-size .*\n", err)
+        assert re.fullmatch(
+            r"error: the text is too long: 40 tokens .*raise ctx_size .-c. .*\n", err
+        )
 
     def test_a_context_that_the_answer_fills(self, run, reciter, small):
         code, out, err = run("generate", "-m", reciter, "-p", r"\n", "-c", "10", "--temp", "0")

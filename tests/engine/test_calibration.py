@@ -163,9 +163,31 @@ def test_files_that_are_none_are_refused(tmp_path):
     write_gguf(tmp_path / "b.gguf", {"general.architecture": "llama"}, {})
     with pytest.raises(GGUFError, match="pykv.calibration.version is missing"):
         calibration.read(tmp_path / "b.gguf", "nuq4", OWNER)
-    write_gguf(tmp_path / "c.gguf", {"pykv.calibration.version": 2}, {})
-    with pytest.raises(GGUFError, match="of version 2, expected 1"):
+    write_gguf(tmp_path / "c.gguf", {"pykv.calibration.version": 1}, {})
+    with pytest.raises(ConfigError, match="version 1 of them, expected 2: run `pykv calibrate`"):
         calibration.read(tmp_path / "c.gguf", "nuq4", OWNER)
+
+
+def test_a_number_that_changed_on_the_disk_is_noticed():
+    path = calibration.write(made(), OWNER)
+    data, value = path.read_bytes(), made().layers[1]["k_scale"][0, 3].tobytes()
+    at = data.index(value)
+    path.write_bytes(data[:at] + (made().layers[1]["k_scale"][0, 3] * 2).tobytes() + data[at + 4 :])
+    with pytest.raises(GGUFError, match="are not those that were written.*run `pykv calibrate`"):
+        calibration.read(path, "nuq3:outliers=1%", OWNER)
+
+
+def test_a_place_where_no_file_can_lie_is_refused(folder):
+    path = calibration.place_for("nuq4", OWNER)
+    assert not folder.exists()
+    path.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="is no file, and a calibration belongs there"):
+        calibration.place_for("nuq4", OWNER)
+    path.rmdir()
+    folder.rmdir()
+    folder.write_text("in the way")
+    with pytest.raises(NotADirectoryError):
+        calibration.place_for("nuq4", OWNER)
 
 
 class TestIdentity:

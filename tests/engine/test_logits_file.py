@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pykv.engine import logits_file
-from pykv.engine.logits_file import Extent, LogitsReader, LogitsWriter, decode, encode
+from pykv.engine.logits_file import MAGIC, Extent, LogitsReader, LogitsWriter, decode, encode
 from pykv.errors import ConfigError
 
 TOKENS = np.array([[3, 1, 4, 1, 2], [0, 2, 4, 3, 1]], np.int32)  # two chunks of 5: 2 rows each
@@ -199,7 +199,7 @@ class TestWriting:
             assert reader.read(1, 0, 2).tolist() == expected[2:].tolist()
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-    @pytest.mark.parametrize("old", [None, b"before"])
+    @pytest.mark.parametrize("old", [None, MAGIC + b"before"])
     def test_an_interrupted_run_leaves_everything_as_it_was(self, tmp_path, error, old):
         path = tmp_path / "out.kld"
         if old is not None:
@@ -216,6 +216,16 @@ class TestWriting:
         assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == (
             {} if old is None else {"out.kld": old}
         )
+
+    def test_a_file_of_something_else_is_not_replaced(self, tmp_path):
+        (tmp_path / "corpus.txt").write_text("some text")
+        with (
+            pytest.raises(ConfigError, match="corpus.txt is there already and holds no logits"),
+            LogitsWriter(tmp_path / "corpus.txt"),
+        ):
+            pass
+        assert (tmp_path / "corpus.txt").read_text() == "some text"
+        assert os.listdir(tmp_path) == ["corpus.txt"]
 
     def test_an_unfinished_file_gets_no_name(self, tmp_path):
         with LogitsWriter(tmp_path / "out.kld") as writer:
@@ -274,14 +284,14 @@ class TestWriting:
     def test_names_that_no_file_can_have(self, tmp_path):
         with pytest.raises(ConfigError, match="there is no such folder"):
             LogitsWriter(tmp_path / "none" / "out.kld").__enter__()
-        with pytest.raises(ConfigError, match="is no file that could be replaced"):
+        with pytest.raises(ConfigError, match="is a folder or a device, give the name of a file"):
             LogitsWriter(tmp_path).__enter__()
         assert os.listdir(tmp_path) == []
 
     @pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege on Windows")
     def test_a_links_target_is_replaced(self, tmp_path):
         target, link = tmp_path / "target", tmp_path / "link"
-        target.write_bytes(b"before")
+        target.write_bytes(MAGIC + b"before")
         link.symlink_to(target)
         with LogitsWriter(link) as writer:
             writer.begin(TOKENS, V)

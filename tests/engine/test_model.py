@@ -232,12 +232,6 @@ class TestPrompts:
 
 
 class TestLoading:
-    def test_settings_of_another_kind(self, files):
-        with pytest.raises(ConfigError, match=r"cache must be a CacheConfig, not \{'type_k': "):
-            pykv.load(files(), cache={"type_k": "q8_0"})
-        with pytest.raises(ConfigError, match="load must be a LoadConfig, not CacheConfig"):
-            pykv.load(files(), load=pykv.CacheConfig())
-
     def test_a_context_beyond_the_trained_one_warns(self, load, caplog):
         with caplog.at_level(logging.WARNING, "pykv"):
             assert load(ctx_size=512).n_ctx == 512

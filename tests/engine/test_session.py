@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pykv
 from pykv.engine.session import Session, StopText
 from pykv.errors import CacheFullError, CancelledError, ConfigError, NumericsError
 
@@ -94,6 +95,13 @@ class TestGoingOn:
         list(session.generate("ab", max_tokens=0))
         list(session.generate("ab", max_tokens=0))
         assert session.tokens == [*whole, *model.tokenizer.encode("ab", add_special=False)]
+
+
+def test_settings_of_another_kind(files):
+    with pytest.raises(ConfigError, match=r"cache must be a CacheConfig, not \{'type_k': "):
+        pykv.load(files(), cache={"type_k": "q8_0"})
+    with pytest.raises(ConfigError, match="load must be a LoadConfig, not CacheConfig"):
+        pykv.load(files(), load=pykv.CacheConfig())
 
 
 class TestPieces:
