@@ -35,6 +35,7 @@ from numba.core.caching import (
 )
 from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
+from numba.core.runtime.nrt import rtsys
 
 log = logging.getLogger("pykv")
 
@@ -143,7 +144,12 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         self._started = 0.0
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        data = super().load_overload(sig, target_context)
+        data = None
+        # not Numba's own refresh: that imports what compiling needs, a quarter of a second of every
+        # start, and compiling asks for it again; loaded code needs the runtime's symbols only
+        rtsys.initialize(target_context)
+        with self._guard_against_spurious_io_errors():
+            data = self._load_overload(sig, target_context)
         if data is None:
             self._started = time.perf_counter()
             if compiled.listener is not None:

@@ -80,6 +80,14 @@ def call_10(ctx, task, worker):
     )  # fmt: skip
 
 
+def call_11(ctx, task, worker):
+    function(
+        scalar_i64(ctx), scalar_i64(ctx + 8), scalar_i64(ctx + 16), scalar_i64(ctx + 24),
+        scalar_i64(ctx + 32), scalar_i64(ctx + 40), scalar_i64(ctx + 48), scalar_i64(ctx + 56),
+        scalar_i64(ctx + 64), scalar_i64(ctx + 72), scalar_i64(ctx + 80),
+    )  # fmt: skip
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _kernel_folder(request):
     before = jit_numba.cache_folder()
@@ -90,7 +98,7 @@ def _kernel_folder(request):
 
 def call(name, what, *parameters, group=0):
     """Run a format's function; it is compiled once. Arrays are handed over by address."""
-    template = {4: call_4, 5: call_5, 9: call_9, 10: call_10}[len(parameters)]
+    template = {4: call_4, 5: call_5, 9: call_9, 10: call_10, 11: call_11}[len(parameters)]
     stem = name.partition(":")[0]
     bound = getattr(MODULES[stem], what)
     if group:
@@ -259,7 +267,7 @@ def test_mixtures_are_within_the_bound(name):
             before = rng.standard_normal((group, width)).astype(np.float32)
             out[:, :width] = before
             call(name, "mix", p, p.strides[0], entries, count, 64, 64, d, out, out.strides[0],
-                 extra, group=group)  # fmt: skip
+                 extra, pages[0], group=group)  # fmt: skip
             assert (out[:, width:] == SENTINEL).all()
             p = p[:, : count * 64].astype(np.float64)
             values = [decode(page, d, **keyword) for page in pages]
@@ -283,7 +291,7 @@ def test_a_heads_scores_and_mixture_are_the_same_in_every_group(name, group):
 
     def results(n, first):
         mixed = np.zeros((n, 96), np.float32)
-        call(name, "mix", p[first:], 256, entries, 1, 64, 64, d, mixed, 384, none, group=n)
+        call(name, "mix", p[first:], 256, entries, 1, 64, 64, d, mixed, 384, none, values, group=n)
         return call_scores(name, q[first:], keys, d, n, none), mixed
 
     together = results(group, 0)
