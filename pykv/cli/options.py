@@ -155,7 +155,9 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
                 "N",
                 "Tokens of context, or of a chunk; 0: the model's own, or the command's.",
             ),
-            "batch": _f("-b --batch-size", "N", "Tokens handed over per call; -ub is at most that."),
+            "batch": _f(
+                "-b --batch-size", "N", "Tokens handed over per call; -ub is at most that."
+            ),
             "ubatch": _f("-ub --ubatch-size", "N", "Tokens that go through the layers together."),
             "deterministic": _f(
                 "--deterministic/--no-deterministic",

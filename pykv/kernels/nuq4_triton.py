@@ -1,0 +1,14 @@
+"""nuq4 cache pages for the GPU: layout in formats/nuq4.py, the functions in coded_triton.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "range", "token", 2
+
+
+@triton.jit
+def level(code, extra):
+    """The layer's level."""
+    return tl.load(extra + code)

@@ -1,0 +1,26 @@
+"""Tiles of f32, f16 and bf16 pages for the GPU: layout in plain_numba.py.
+
+`page` points to items of the type; a page of sinks has fewer than 64 slots.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PAGE = tl.constexpr(64)
+
+
+@triton.jit
+def key_tile(page, slots, D: tl.constexpr, WIDTH: tl.constexpr):
+    """[WIDTH, 64] of the page's type; zeros beyond D and beyond the slots."""
+    c, t = tl.arange(0, WIDTH)[:, None], tl.arange(0, PAGE)[None, :]
+    return tl.load(page + c * slots + t, (c < D) & (t < slots), 0.0)
+
+
+@triton.jit
+def value_tile(page, t, slots, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """[T, WIDTH / 2] of the tokens t [T]: channels 32 b + 16 half + lane, by (b, lane)."""
+    t, j = t[:, None], tl.arange(0, WIDTH // 2)[None, :]
+    place = (j // 16 * slots + t) * 32 + half * 16 + j % 16
+    return tl.load(page + place, (j // 16 * 32 < D) & (t < slots), 0.0)

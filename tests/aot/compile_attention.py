@@ -1,0 +1,99 @@
+"""Compiles attention kernels for GPUs that need not be here; prints one JSON object each.
+
+A program of its own, since the tests' process has Triton's interpreter:
+    python compile_attention.py K/V:WIDTH:TARGET ...      q4_0/f16:128:sm_90 kivi2/kivi2:64:gfx942
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pykv.kernels.attention_triton import attend_rows
+
+GROUP, TILE, SPLITS = 4, 16, 16
+POINTERS = {
+    "pool": "*u8", "records": "*i64", "rows": "*i32", "q": "*fp32", "q_pages": "*fp32",
+    "partial": "*fp32", "stats": "*fp32", "extra_k": "*fp32", "extra_v": "*fp32",
+}  # fmt: skip
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+WIDE = re.compile(
+    r"ld\.global[.\w]*\.v4\.b32|cp\.async\.c[ag]\S* \[[^\]]*\], \[[^\]]*\], 0x10|cp\.async\.cg"
+)
+
+
+def upto(n: int) -> int:
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()
+
+
+def constants(key: str, value: str, d: int) -> dict[str, object]:
+    """The compile-time parameters."""
+    k, v = (import_module(f"pykv.kernels.{name}_triton") for name in (key, value))
+    padded = (d + 31) // 32 * 32
+    return {
+        "GROUP": GROUP, "TILE": TILE, "SPLITS": SPLITS, "D_K": d, "D_V": d, "WIDTH_K": upto(d),
+        "WIDTH_V": upto(padded), "PAGE_K": d, "PAGE_V": d, "PAGE_WIDTH_K": upto(d),
+        "PAGE_WIDTH_V": upto(padded), "MAPPED": False, "ENCODED": (key, value) != ("f16", "f16"),
+        "OPERAND": tl.float16, "TAIL_K": tl.float16, "TAIL_V": tl.float16,
+        "K_BITS": k.BITS, "K_AXIS": k.KEY_AXIS, "K_PARAMETERS": k.PARAMETERS, "k_level": k.level,
+        "V_BITS": v.BITS, "V_AXIS": v.VALUE_AXIS, "V_PARAMETERS": v.PARAMETERS, "v_level": v.level,
+    }  # fmt: skip
+
+
+def target_of(name: str) -> GPUTarget:
+    """sm_90 and its like, or gfx942."""
+    return GPUTarget("cuda", int(name[3:]), 32) if name[:3] == "sm_" else GPUTarget("hip", name, 64)
+
+
+def compiled(key: str, value: str, d: int, target: str) -> dict[str, object]:
+    """What the compiler says of one kernel."""
+    fixed, names = constants(key, value, d), attend_rows.arg_names
+    kinds = {
+        n: "constexpr" if n in fixed else POINTERS.get(n, "fp32" if n == "scale" else "i32")
+        for n in names
+    }
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in POINTERS}
+    source = ASTSource(attend_rows, kinds, fixed, aligned)
+    # attention may fuse a product and a sum; encoders may not
+    made = triton.compile(source, target=target_of(target), options={"enable_fp_fusion": True})
+    found = {"k": key, "v": value, "d": d, "target": target, "shared": made.metadata.shared}
+    if target.startswith("sm_"):
+        found |= usage(made.asm["cubin"])
+        found["wide_loads"] = len(WIDE.findall(made.asm["ptx"]))
+    return found
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes that it spills to memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    return {
+        "registers": int(re.search(r"REG:(\d+)", said)[1]),
+        "spilled": int(re.search(r"LOCAL:(\d+)", said)[1]),
+    }
+
+
+if __name__ == "__main__":
+    for spec in sys.argv[1:]:
+        pair, width, where = spec.split(":")
+        print(json.dumps(compiled(*pair.split("/"), int(width), where)), flush=True)
+    sys.exit(os.EX_OK)

@@ -1,0 +1,56 @@
+"""The GPU's attention is compiled for real targets, with no GPU here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pykv.cache.layout import cache_types
+
+pytest.importorskip("triton", reason="the GPU's compiler is not installed")
+
+SCRIPT = Path(__file__).parent / "compile_attention.py"
+PAIRS = ("q8_0/q8_0", "q4_0/q4_0", "kivi2/kivi2", "kivi4/kivi2")
+EVERY = [*(f"{t}/f16" for t in cache_types()), *(f"f16/{t}" for t in cache_types() if t != "f16")]
+
+
+def compiled(specs, folder):
+    """What the compiler says of each kernel; kernels of other runs are not reused."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *specs], capture_output=True, text=True, check=False,
+        env={**environment, "TRITON_CACHE_DIR": str(folder)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(specs)
+    for each in found:
+        print(each)
+        assert each.get("spilled", 0) == 0
+    return found
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_the_usual_pairs(target, tmp_path):
+    found = compiled([f"{pair}:128:{target}" for pair in PAIRS], tmp_path)
+    if target == "sm_90":
+        # codes of a page: 16 bytes at a time, by 128 threads; scales may be narrower
+        assert all(each["wide_loads"] >= 16 for each in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_every_format_on_either_side(target, tmp_path):
+    compiled([f"{pair}:128:{target}" for pair in EVERY], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+def test_the_usual_pairs_at_every_width(target, d, tmp_path):
+    compiled([f"{pair}:{d}:{target}" for pair in PAIRS], tmp_path)

@@ -1,0 +1,218 @@
+"""The GPU's attention in Triton's interpreter, over pages that the NumPy formats wrote.
+
+Queries, decoded keys, softmax weights and values are rounded to float16 before they are multiplied,
+each by at most 2**-11 of itself, and sums are float32. Scores stay below 8 here, so that the first
+two move a weight by at most 8 * 2 * 2**-11 of itself; with the other two an output, a weighted mean
+of values, is off by at most (16 + 2) * 2**-11 of the largest of them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+triton = pytest.importorskip("triton", reason="the GPU's compiler is not installed")
+torch = pytest.importorskip("torch", reason="the GPU's tensors are not installed")
+
+from pykv.backends.base import CacheFormats, LayerShape  # noqa: E402
+from pykv.backends.page_maps import PageMaps  # noqa: E402
+from pykv.cache.layout import cache_types  # noqa: E402
+from pykv.formats.coded import CodedFormat, HeadNumbers, find  # noqa: E402
+
+tl = triton.language
+attention = import_module("pykv.kernels.attention_triton")
+
+TYPES = cache_types()
+WIDTHS = [32, 64, 80, 96, 112, 128, 192, 256, 40, 72]
+GROUPS = [1, 3, 4, 7, 8, 9]
+OPERANDS = {
+    "f16": (tl.float16, 2.0**-11),
+    "bf16": (tl.bfloat16, 2.0**-8),
+    "f32": (tl.float32, 2.0**-22),
+}
+CASES = [
+    (k, TYPES[(i * 5 + 3) % len(TYPES)], WIDTHS[i % 10], GROUPS[i % 6]) for i, k in enumerate(TYPES)
+]
+
+
+def upto(n):
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()
+
+
+def numbers_of(name, side, d, n_kv, seed):
+    """What the format wants from a calibration, as a measured one might be."""
+    format_, rng = find(name), np.random.default_rng(seed)
+    if not isinstance(format_, CodedFormat) or format_.calibration != "levels":
+        return [HeadNumbers() for _ in range(n_kv)]
+    levels = np.sort(rng.uniform(-1, 1, 2**format_.bits)).astype(np.float32)
+    ranges = {}
+    if side == "key":
+        ranges = {
+            "scale": rng.uniform(1, 4, d).astype(np.float32),
+            "centre": rng.standard_normal(d).astype(np.float32) / 8,
+        }
+    return [HeadNumbers(levels=levels, **ranges) for _ in range(n_kv)]
+
+
+class Cache:
+    """Pages of some sequences of one layer in one block of memory, and what they decode to."""
+
+    def __init__(self, types, d, n_kv, lengths, sinks=4, residual=64, window=0, seed=0):
+        rng = np.random.default_rng(seed)
+        self.types, self.d, self.n_kv = types, d, n_kv
+        self.numbers = [numbers_of(t, s, d, n_kv, i) for i, (t, s) in
+                        enumerate(zip(types, ("key", "value"), strict=True))]  # fmt: skip
+        self.pages, self.places, self.tables = [], 0, []
+        self.records = np.zeros((len(lengths), 16), np.int64)
+        self.decoded = []
+        for row, n in enumerate(lengths):
+            entries = 2 + max(n - 1 - sinks, 0) // 64 if n > sinks else 1
+            encoded = max(0, (n - sinks - residual) // 64)
+            table = np.zeros((2, n_kv, entries), np.int64)
+            x = rng.standard_normal((2, n_kv, n, d)).astype(np.float32)
+            for side in (0, 1):
+                for head in range(n_kv):
+                    for e in range(0 if sinks else 1, entries):
+                        first = 0 if e == 0 else sinks + (e - 1) * 64
+                        last = min(sinks if e == 0 else first + 64, n)
+                        part = x[side, head, first:last]
+                        page, part[:] = self._page(side, head, part, e, encoded, sinks)
+                        table[side, head, e] = self._place(page)
+            low = max(0, n - window) if window else 0
+            self.tables.append(table)
+            self.decoded.append((x, low))
+            at = table.ctypes.data
+            self.records[row, :7] = (at, at + table[0].nbytes, entries, sinks, encoded, n - 1, low)
+        self.pool = np.concatenate(self.pages)
+
+    def _page(self, side, head, x, entry, encoded, sinks):
+        if 0 < entry <= encoded:
+            format_ = find(self.types[side])
+            numbers = self.numbers[side][head]
+            with_numbers = {"numbers": numbers} if isinstance(format_, CodedFormat) else {}
+            encode = (format_.encode_keys, format_.encode_values)[side]
+            decode = (format_.decode_keys, format_.decode_values)[side]
+            page = encode(x, **with_numbers)
+            return page, decode(page, self.d, 64, **with_numbers)
+        slots = (sinks + 15) // 16 * 16 if entry == 0 else 64
+        filled = np.full((slots, self.d), np.nan, np.float32)  # what was never written
+        filled[: len(x)] = x
+        tail = find("f16")
+        page = (tail.encode_keys, tail.encode_values)[side](filled)
+        return page, x.astype(np.float16).astype(np.float32)
+
+    def _place(self, page):
+        place, size = self.places, (len(page) + 63) // 64
+        self.pages.append(np.pad(page, (0, size * 64 - len(page)), constant_values=255))
+        self.places += size
+        return place
+
+
+def settings(types, d, operand):
+    """The kernel's compile-time parameters for formats and widths."""
+    k, v = (import_module(f"pykv.kernels.{t}_triton") for t in types)
+    padded = (d + 31) // 32 * 32
+    return {
+        "D_K": d, "D_V": d, "WIDTH_K": upto(d), "WIDTH_V": upto(padded), "PAGE_K": d, "PAGE_V": d,
+        "PAGE_WIDTH_K": upto(d), "PAGE_WIDTH_V": upto(padded), "MAPPED": False, "ENCODED": True,
+        "OPERAND": operand, "TAIL_K": tl.float16, "TAIL_V": tl.float16,
+        "K_BITS": k.BITS, "K_AXIS": k.KEY_AXIS, "K_PARAMETERS": k.PARAMETERS, "k_level": k.level,
+        "V_BITS": v.BITS, "V_AXIS": v.VALUE_AXIS, "V_PARAMETERS": v.PARAMETERS, "v_level": v.level,
+    }  # fmt: skip
+
+
+def attend(cache, group, q, splits=2, operand=tl.float16):
+    """The kernels' output [rows, heads, d]."""
+    d, n_kv, rows = cache.d, cache.n_kv, len(cache.records)
+    maps = PageMaps(
+        LayerShape(n_kv * group, n_kv, d, d), CacheFormats(*cache.types, "f16", "f16"),
+        cache.numbers,
+    )  # fmt: skip
+    tables = [
+        np.resize(np.array(m.LEVELS, np.float32), (n_kv, 16)) if hasattr(m, "LEVELS") else extra
+        for m, extra in zip(
+            (import_module(f"pykv.kernels.{t}_triton") for t in cache.types),
+            (maps.extra_k, maps.extra_v), strict=True,
+        )
+    ]  # fmt: skip
+    extra_k, extra_v = (torch.from_numpy(np.ascontiguousarray(x)) for x in tables)
+    chunks = -(-int(cache.records[:, 2].max()) // 8)
+    width, heads = (d + 31) // 32 * 32, n_kv * group
+    partial = torch.full((rows, heads, chunks, width), torch.nan)
+    stats, out = torch.full((rows, heads, chunks, 2), torch.nan), torch.zeros(rows, heads, d)
+    query, order = torch.from_numpy(q), torch.arange(rows, dtype=torch.int32)
+    attention.attend_rows[(rows, n_kv, splits)](
+        torch.from_numpy(cache.pool), torch.from_numpy(cache.records), order, query, query, partial,
+        stats, extra_k, extra_v, extra_k.shape[1], extra_v.shape[1], n_kv, chunks,
+        float(np.log2(np.e) / np.sqrt(d)), GROUP=group, TILE=16, SPLITS=splits,
+        **settings(cache.types, d, operand),
+    )  # fmt: skip
+    attention.combine[(rows, heads)](
+        partial, stats, out, chunks, width, HEADS=heads, D=d, WIDTH=upto(width)
+    )
+    return out.numpy()
+
+
+def expected(cache, group, q):
+    """The same in float64 from the decoded values."""
+    out = np.zeros(q.shape)
+    for row, (x, low) in enumerate(cache.decoded):
+        k, v = x[:, :, low:].astype(np.float64)
+        of_row = q[row].reshape(cache.n_kv, group, -1)
+        s = np.einsum("hgd,htd->hgt", of_row, k) / np.sqrt(cache.d)
+        p = np.exp(s - s.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        out[row] = np.einsum("hgt,htd->hgd", p, v).reshape(out[row].shape)
+    return out
+
+
+def queries(cache, group):
+    shape = len(cache.records), cache.n_kv * group, cache.d
+    return np.random.default_rng(9).standard_normal(shape).astype(np.float32)
+
+
+def within(cache, q, found, exact, rounding):
+    largest = max(np.abs(x[1]).max() for x, _ in cache.decoded)
+    top = max(np.abs(x[0]).max() for x, _ in cache.decoded) * np.abs(q).max() * np.sqrt(cache.d)
+    assert np.isfinite(found).all()
+    assert np.abs(found - exact).max() <= rounding * largest * (2 + 2 * min(top, 8))
+
+
+@pytest.mark.parametrize(("k", "v", "d", "group"), CASES)
+def test_pages_of_every_format(k, v, d, group):
+    cache = Cache((k, v), d, 2, [280])
+    q = queries(cache, group)
+    within(cache, q, attend(cache, group, q), expected(cache, group, q), 2.0**-11)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sinks", "residual", "window"),
+    [
+        ([1], 4, 0, 0),
+        ([4, 5], 4, 0, 0),
+        ([68, 200], 0, 0, 0),
+        ([333], 17, 64, 100),
+        ([900, 3], 4, 64, 0),
+    ],
+)
+def test_lengths_sinks_and_windows(lengths, sinks, residual, window):
+    cache = Cache(("q4_0", "q4_0"), 64, 2, lengths, sinks, residual, window)
+    q = queries(cache, 3)
+    within(cache, q, attend(cache, 3, q), expected(cache, 3, q), 2.0**-11)
+
+
+def test_the_number_of_splits_changes_nothing():
+    cache = Cache(("q4_0", "kivi2"), 64, 1, [1300])
+    q = queries(cache, 4)
+    one = attend(cache, 4, q, 1)
+    for splits in (2, 3, 8):
+        np.testing.assert_array_equal(attend(cache, 4, q, splits), one)
+
+
+def test_float32_operands_are_exact_to_their_own_rounding():
+    cache = Cache(("q8_0", "f16"), 64, 1, [200])
+    q = queries(cache, 2)
+    within(cache, q, attend(cache, 2, q, operand=tl.float32), expected(cache, 2, q), 2.0**-20)
