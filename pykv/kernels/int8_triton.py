@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pykv.kernels.encode_triton import half, largest, ratio, rounded
+
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 8, "token", "token", 1
 
 
@@ -12,3 +14,18 @@ BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 8, "token", "token", 1
 def level(code, extra):
     """The code as a signed byte."""
     return ((code ^ 128) - 128).to(tl.float32)
+
+
+@triton.jit
+def fit(x, real, extra, n, AXIS: tl.constexpr):
+    """The largest magnitude over 127, rounded."""
+    top = largest(tl.abs(x), real, AXIS)
+    scale = half(tl.div_rn(top, tl.full(top.shape, 127.0, tl.float32)))
+    return scale, scale, scale
+
+
+@triton.jit
+def code(x, scale, minimum, inverse, extra):
+    """Halves to even."""
+    y = rounded(tl.minimum(tl.maximum(ratio(x, scale), -128.0), 128.0))
+    return tl.minimum(tl.maximum(y, -127.0), 127.0).to(tl.int32) & 255

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from pykv.formats import iq4_nl
+from pykv.kernels.encode_triton import extreme, largest, nearest, one_by_one, reciprocal
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "block", "block", 1
 
@@ -16,3 +17,27 @@ LEVELS = iq4_nl.TABLE  # for `extra`
 def level(code, extra):
     """The step, from the table."""
     return tl.load(extra + code)
+
+
+@triton.jit
+def fit(x, real, extra, n, AXIS: tl.constexpr):
+    """The scale that fits the nearest steps of a first one best."""
+    x = tl.where(real, x, 0.0)
+    value = extreme(x, real, AXIS)
+    first = tl.div_rn(value, tl.full(value.shape, -127.0, tl.float32))
+    tiny = largest(tl.abs(x), real, AXIS) < 1e-15
+    inverse = reciprocal(first)
+    steps = tl.load(extra + nearest(x * inverse, extra, 16))
+    weighted = x * x * steps
+    above, below = one_by_one(weighted * x, AXIS), one_by_one(weighted * steps, AXIS)
+    fits = (below > 0) & (tiny == 0)
+    scale = tl.where(fits, tl.div_rn(above, tl.where(fits, below, 1.0)), 0.0)
+    # the squares of values past 1e19 overflow
+    scale = tl.where(tl.abs(scale) <= 3.4028234e38, scale, first)
+    return scale, tiny.to(tl.float32), inverse
+
+
+@triton.jit
+def code(x, scale, minimum, inverse, extra):
+    """The first scale's nearest steps; 0 where values are tiny, which stands for `minimum`."""
+    return tl.where(minimum > 0, 0, nearest(x * inverse, extra, 16))

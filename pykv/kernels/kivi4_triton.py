@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pykv.kernels.encode_triton import half, largest, least, ratio, rounded
+
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "channel", "block", 2
 
 
@@ -12,3 +14,20 @@ BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "channel", "block", 2
 def level(code, extra):
     """The code."""
     return code.to(tl.float32)
+
+
+@triton.jit
+def fit(x, real, extra, n, AXIS: tl.constexpr):
+    """The group's minimum and a share of its range, both rounded."""
+    low = least(x, real, AXIS)
+    minimum = half(low)
+    span = largest(x, real, AXIS) - minimum
+    scale = half(tl.div_rn(span, tl.full(span.shape, 15.0, tl.float32)))
+    return scale, minimum, scale
+
+
+@triton.jit
+def code(x, scale, minimum, inverse, extra):
+    """Halves to even."""
+    y = rounded(tl.minimum(tl.maximum(ratio(x - minimum, scale), -1.0), 16.0))
+    return tl.minimum(tl.maximum(y, 0.0), 15.0).to(tl.int32)

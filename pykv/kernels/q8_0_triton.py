@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pykv.kernels.encode_triton import largest, reciprocal
+
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 8, "block", "block", 1
 
 
@@ -12,3 +14,20 @@ BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 8, "block", "block", 1
 def level(code, extra):
     """The code as a signed byte."""
     return ((code ^ 128) - 128).to(tl.float32)
+
+
+@triton.jit
+def fit(x, real, extra, n, AXIS: tl.constexpr):
+    """The largest magnitude over 127."""
+    top = largest(tl.abs(x), real, AXIS)
+    scale = tl.div_rn(top, tl.full(top.shape, 127.0, tl.float32))
+    return scale, scale, reciprocal(scale)
+
+
+@triton.jit
+def code(x, scale, minimum, inverse, extra):
+    """Halves away from zero, from the scale before it was rounded."""
+    scaled = x * inverse
+    whole = scaled.to(tl.int32)
+    # twice the fraction is exact; adding a half to the value first would not be
+    return (whole + (2 * (scaled - whole.to(tl.float32))).to(tl.int32)) & 255
