@@ -142,37 +142,34 @@ def encode_keys(
 ):  # fmt: skip
     """x f32 [WIDTH, 64] to a key page."""
     scales = page + code_bytes_keys(D, BITS)
-    if AXIS == "block":
-        y, GROUP_AXIS, n = tl.reshape(x, (WIDTH // BLOCK, BLOCK, PAGE)), 1, 32
-        c = tl.arange(0, WIDTH // BLOCK)[:, None, None] * 32 + tl.arange(0, BLOCK)[None, :, None]
-        real = (c < D) & (tl.arange(0, PAGE)[None, None, :] >= 0)
-        place = tl.arange(0, WIDTH // BLOCK)[:, None, None] * PAGE
-        place += tl.arange(0, PAGE)[None, None, :]
-        count = (D + 31) // 32 * PAGE
-    elif AXIS == "channel":
-        y, GROUP_AXIS, n = tl.reshape(x, (WIDTH, 2, 32)), 2, 32
+    if AXIS == "channel":
+        # channel, 32-token group, token
+        y = tl.reshape(x, (WIDTH, 2, BLOCK))
         c, group = tl.arange(0, WIDTH)[:, None, None], tl.arange(0, 2)[None, :, None]
-        real = (c < D) & (tl.arange(0, 32)[None, None, :] >= 0) & (group >= 0)
+        real = (c < D) & (group + tl.arange(0, BLOCK)[None, None, :] >= 0)
+        s, m, inverse = fit(y, real, extra, BLOCK, 2)
         place = tl.where(c < D, group * D + c, 2 * D)
-        count = 2 * D
+        COUNT: tl.constexpr = 2 * D
     else:
-        y, GROUP_AXIS, n = tl.reshape(x, (1, WIDTH, PAGE)), 1, D
-        c = tl.arange(0, WIDTH)[None, :, None]
-        real = (c < D) & (tl.arange(0, PAGE)[None, None, :] >= 0)
-        place = tl.arange(0, PAGE)[None, None, :]
-        count = PAGE
-    if AXIS == "range":
-        c = tl.arange(0, WIDTH)[None, :, None]
-        s = tl.load(extra + RANGES_AT + c, c < D, 0.0)
-        m = tl.load(extra + RANGES_AT + D + c, c < D, 0.0)
-        codes = code(y, s, m, s, extra)
-    else:
-        s, m, inverse = fit(y, real, extra, n, GROUP_AXIS)
-        codes = code(y, s, m, inverse, extra)
-        if PARAMETERS > 0:
-            put_halves(scales, place, s, place < count)
-        if PARAMETERS == 2:
-            put_halves(scales + count * 2, place, m, place < count)
+        # block of channels, channel, token; one block of all where a token has one scale
+        BLOCKS: tl.constexpr = WIDTH // BLOCK if AXIS == "block" else 1
+        COUNT: tl.constexpr = (D + 31) // 32 * PAGE if AXIS == "block" else PAGE
+        y = tl.reshape(x, (BLOCKS, WIDTH // BLOCKS, PAGE))
+        block, t = tl.arange(0, BLOCKS)[:, None, None], tl.arange(0, PAGE)[None, None, :]
+        c = block * (WIDTH // BLOCKS) + tl.arange(0, WIDTH // BLOCKS)[None, :, None]
+        real = (c < D) & (t >= 0)
+        if AXIS == "range":
+            s = tl.load(extra + RANGES_AT + c, c < D, 0.0)
+            m = tl.load(extra + RANGES_AT + D + c, c < D, 0.0)
+            inverse = s
+        else:
+            s, m, inverse = fit(y, real, extra, BLOCK if AXIS == "block" else D, 1)
+        place = block * PAGE + t
+    if PARAMETERS > 0 and AXIS != "range":
+        put_halves(scales, place, s, place < COUNT)
+    if PARAMETERS == 2 and AXIS != "range":
+        put_halves(scales + COUNT * 2, place, m, place < COUNT)
+    codes = code(y, s, m, inverse, extra)
     codes = tl.where(real, codes, 0)
     put_codes(page, codes, WIDTH * 4, BITS, D * 4)
 
@@ -187,22 +184,21 @@ def encode_values(
     block, t = tl.arange(0, BLOCKS)[:, None, None], tl.arange(0, PAGE)[None, :, None]
     lane = tl.arange(0, BLOCK)[None, None, :]
     real = (block * 32 + lane < D) & (t >= 0)
+    COUNT: tl.constexpr = (D + 31) // 32 * PAGE if AXIS == "block" else PAGE
     if AXIS == "block":
-        s, m, inverse = fit(x, real, extra, 32, 2)
-        codes = code(x, s, m, inverse, extra)
-        place, count = block * PAGE + t, (D + 31) // 32 * PAGE
+        s, m, inverse = fit(x, real, extra, BLOCK, 2)
+        codes, place = code(x, s, m, inverse, extra), block * PAGE + t
     else:
         # a token's channels lie along the first axis and the last: bring them together
         y = tl.reshape(tl.permute(x, (1, 0, 2)), (1, PAGE, BLOCKS * BLOCK))
         c = tl.arange(0, BLOCKS * BLOCK)[None, None, :]
         s, m, inverse = fit(y, (c < D) & (t >= 0), extra, D, 2)
-        codes = code(y, s, m, inverse, extra)
+        codes, place = code(y, s, m, inverse, extra), t
         codes = tl.permute(tl.reshape(codes, (PAGE, BLOCKS, BLOCK)), (1, 0, 2))
-        place, count = t, PAGE
     if PARAMETERS > 0:
-        put_halves(scales, place, s, place < count)
+        put_halves(scales, place, s, place < COUNT)
     if PARAMETERS == 2:
-        put_halves(scales + count * 2, place, m, place < count)
+        put_halves(scales + COUNT * 2, place, m, place < COUNT)
     codes = tl.where(real, codes, 0)
     put_codes(page, codes, BLOCKS * 128, BITS, (D + 31) // 32 * 128)
 

@@ -1,7 +1,7 @@
-"""Compiles attention kernels for GPUs that need not be here; prints one JSON object each.
+"""Compiles kernels for GPUs that need not be here; prints one JSON object each.
 
 A program of its own, since the tests' process has Triton's interpreter:
-    python compile_attention.py K/V:WIDTH:TARGET ...      q4_0/f16:128:sm_90 kivi2/kivi2:64:gfx942
+    python compile_kernels.py attend:q4_0/f16:128:sm_90 encode:kivi2/key:64:gfx942 ...
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -21,11 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pykv.kernels.attention_triton import attend_rows
+from pykv.kernels.encode_triton import encode_pages
 
 GROUP, TILE, SPLITS = 4, 16, 16
 POINTERS = {
     "pool": "*u8", "records": "*i64", "rows": "*i32", "q": "*fp32", "q_pages": "*fp32",
-    "partial": "*fp32", "stats": "*fp32", "extra_k": "*fp32", "extra_v": "*fp32",
+    "partial": "*fp32", "stats": "*fp32", "extra_k": "*fp32", "extra_v": "*fp32", "moves": "*i64", "extra": "*fp32",
 }  # fmt: skip
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 WIDE = re.compile(
@@ -57,21 +59,43 @@ def target_of(name: str) -> GPUTarget:
     return GPUTarget("cuda", int(name[3:]), 32) if name[:3] == "sm_" else GPUTarget("hip", name, 64)
 
 
-def compiled(key: str, value: str, d: int, target: str) -> dict[str, object]:
-    """What the compiler says of one kernel."""
-    fixed, names = constants(key, value, d), attend_rows.arg_names
+def attend(key: str, value: str, d: int, target: str) -> Any:
+    """The decode kernel for a pair of types."""
+    # attention may fuse a product and a sum; encoders may not
+    return made(attend_rows, constants(key, value, d), target, True)
+
+
+def encode(name: str, side: str, d: int, target: str) -> Any:
+    """The encoder of a type's keys or values."""
+    module, padded = import_module(f"pykv.kernels.{name}_triton"), (d + 31) // 32 * 32
+    fixed = {
+        "KEYS": side == "key", "TAIL": tl.float16, "D": d,
+        "WIDTH": upto(d if side == "key" else padded), "BITS": module.BITS,
+        "AXIS": module.KEY_AXIS if side == "key" else module.VALUE_AXIS,
+        "PARAMETERS": module.PARAMETERS, "fit": module.fit, "code": module.code,
+    }  # fmt: skip
+    return made(encode_pages, fixed, target, False)
+
+
+def made(kernel: Any, fixed: dict[str, object], target: str, fuse: bool) -> Any:
+    """The compiled kernel."""
+    names = kernel.arg_names
     kinds = {
         n: "constexpr" if n in fixed else POINTERS.get(n, "fp32" if n == "scale" else "i32")
         for n in names
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in POINTERS}
-    source = ASTSource(attend_rows, kinds, fixed, aligned)
-    # attention may fuse a product and a sum; encoders may not
-    made = triton.compile(source, target=target_of(target), options={"enable_fp_fusion": True})
-    found = {"k": key, "v": value, "d": d, "target": target, "shared": made.metadata.shared}
+    source, options = ASTSource(kernel, kinds, fixed, aligned), {"enable_fp_fusion": fuse}
+    return triton.compile(source, target=target_of(target), options=options)
+
+
+def compiled(what: str, d: int, pair: str, target: str) -> dict[str, object]:
+    """What the compiler says of one kernel."""
+    kernel = {"attend": attend, "encode": encode}[what](*pair.split("/"), d, target)
+    found = {"what": what, "pair": pair, "d": d, "target": target, "shared": kernel.metadata.shared}
     if target.startswith("sm_"):
-        found |= usage(made.asm["cubin"])
-        found["wide_loads"] = len(WIDE.findall(made.asm["ptx"]))
+        found |= usage(kernel.asm["cubin"])
+        found["wide_loads"] = len(WIDE.findall(kernel.asm["ptx"]))
     return found
 
 
@@ -94,6 +118,6 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 if __name__ == "__main__":
     for spec in sys.argv[1:]:
-        pair, width, where = spec.split(":")
-        print(json.dumps(compiled(*pair.split("/"), int(width), where)), flush=True)
+        what, pair, width, where = spec.split(":")
+        print(json.dumps(compiled(what, int(width), pair, where)), flush=True)
     sys.exit(os.EX_OK)

@@ -1,4 +1,4 @@
-"""The GPU's attention is compiled for real targets, with no GPU here."""
+"""The GPU's kernels are compiled for real targets, with no GPU here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from pykv.cache.layout import cache_types
 
 pytest.importorskip("triton", reason="the GPU's compiler is not installed")
 
-SCRIPT = Path(__file__).parent / "compile_attention.py"
+SCRIPT = Path(__file__).parent / "compile_kernels.py"
 PAIRS = ("q8_0/q8_0", "q4_0/q4_0", "kivi2/kivi2", "kivi4/kivi2")
+ENCODERS = ("q8_0/key", "q4_0/key", "q4_0/value", "kivi2/key", "kivi2/value")
 EVERY = [*(f"{t}/f16" for t in cache_types()), *(f"f16/{t}" for t in cache_types() if t != "f16")]
 
 
@@ -37,20 +38,33 @@ def compiled(specs, folder):
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_the_usual_pairs(target, tmp_path):
-    found = compiled([f"{pair}:128:{target}" for pair in PAIRS], tmp_path)
+    found = compiled([f"attend:{pair}:128:{target}" for pair in PAIRS], tmp_path)
     if target == "sm_90":
         # codes of a page: 16 bytes at a time, by 128 threads; scales may be narrower
         assert all(each["wide_loads"] >= 16 for each in found)
 
 
+def test_the_usual_encoders(tmp_path):
+    compiled([f"encode:{name}:128:sm_90" for name in ENCODERS], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_every_encoder(target, d, tmp_path):
+    coded = [t for t in cache_types() if t not in ("f16", "bf16", "f32")]
+    sides = [f"{name}/{side}" for name in coded for side in ("key", "value")]
+    compiled([f"encode:{name}:{d}:{target}" for name in sides], tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_every_format_on_either_side(target, tmp_path):
-    compiled([f"{pair}:128:{target}" for pair in EVERY], tmp_path)
+    compiled([f"attend:{pair}:128:{target}" for pair in EVERY], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
 def test_the_usual_pairs_at_every_width(target, d, tmp_path):
-    compiled([f"{pair}:{d}:{target}" for pair in PAIRS], tmp_path)
+    compiled([f"attend:{pair}:{d}:{target}" for pair in PAIRS], tmp_path)
