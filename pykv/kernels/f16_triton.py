@@ -1,8 +1,16 @@
-"""f16 cache pages for the GPU, whose tiles are in plain_triton.py."""
+"""f16 pages and weights for the GPU; the tiles of pages are in plain_triton.py."""
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 16, "plain", "plain", 0
 level = tl.float16
+BLOCK_LEN, BLOCK_BYTES = 32, 64  # a row has no blocks; this is what a thread block steps by
+
+
+@triton.jit
+def weight(block, j, table):
+    """Value j of 32 at that address; see matvec_triton.py."""
+    return tl.load(block.to(tl.pointer_type(tl.float16)) + j).to(tl.float32)

@@ -1,4 +1,4 @@
-"""iq4_nl cache pages for the GPU: layout in formats/iq4_nl.py, the functions in coded_triton.py."""
+"""iq4_nl pages and weights for the GPU: layouts in formats/iq4_nl.py and coded.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import triton.language as tl
 
 from pykv.formats import iq4_nl
 from pykv.kernels.encode_triton import extreme, largest, nearest, one_by_one, reciprocal
+from pykv.kernels.matvec_triton import half_of, nibble
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "block", "block", 1
 
 LEVELS = iq4_nl.TABLE  # for `extra`
+BLOCK_LEN, BLOCK_BYTES = 32, 18
 
 
 @triton.jit
@@ -41,3 +43,9 @@ def fit(x, real, extra, n, AXIS: tl.constexpr):
 def code(x, scale, minimum, inverse, extra):
     """The first scale's nearest steps; 0 where values are tiny, which stands for `minimum`."""
     return tl.where(minimum > 0, 0, nearest(x * inverse, extra, 16))
+
+
+@triton.jit
+def weight(block, j, table):
+    """Value j of a block at that address; see matvec_triton.py."""
+    return tl.load(table + nibble(block + 2, j)) * half_of(block, 0)

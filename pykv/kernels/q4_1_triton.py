@@ -1,4 +1,4 @@
-"""q4_1 cache pages for the GPU: layout in formats/coded.py, the functions in coded_triton.py."""
+"""q4_1 pages and weights for the GPU: layouts in formats/q4_1.py and coded.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import triton
 import triton.language as tl
 
 from pykv.kernels.encode_triton import largest, least, reciprocal
+from pykv.kernels.matvec_triton import half_of, nibble
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "block", "block", 2
+BLOCK_LEN, BLOCK_BYTES = 32, 20
 
 
 @triton.jit
@@ -28,3 +30,9 @@ def fit(x, real, extra, n, AXIS: tl.constexpr):
 def code(x, scale, minimum, inverse, extra):
     """From scale and minimum before they were rounded."""
     return tl.minimum((x - minimum) * inverse + 0.5, 15.0).to(tl.int32)
+
+
+@triton.jit
+def weight(block, j, table):
+    """Value j of a block at that address; see matvec_triton.py."""
+    return nibble(block + 4, j).to(tl.float32) * half_of(block, 0) + half_of(block, 2)

@@ -1,4 +1,4 @@
-"""q5_0 cache pages for the GPU: layout in formats/coded.py, the functions in coded_triton.py."""
+"""q5_0 pages and weights for the GPU: layouts in formats/q5_0.py and coded.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import triton
 import triton.language as tl
 
 from pykv.kernels.encode_triton import extreme, reciprocal
+from pykv.kernels.matvec_triton import byte_of, half_of, nibble
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 5, "block", "block", 1
+BLOCK_LEN, BLOCK_BYTES = 32, 22
 
 
 @triton.jit
@@ -27,3 +29,10 @@ def fit(x, real, extra, n, AXIS: tl.constexpr):
 def code(x, scale, minimum, inverse, extra):
     """From the scale before it was rounded."""
     return tl.minimum(x * inverse + 16.5, 31.0).to(tl.int32)
+
+
+@triton.jit
+def weight(block, j, table):
+    """Value j of a block at that address; see matvec_triton.py."""
+    high = byte_of(block + 2, j // 8) >> j % 8 & 1
+    return ((nibble(block + 6, j) | high << 4) - 16).to(tl.float32) * half_of(block, 0)

@@ -1,4 +1,4 @@
-"""q8_0 cache pages for the GPU: layout in formats/coded.py, the functions in coded_triton.py."""
+"""q8_0 pages and weights for the GPU: layouts in formats/q8_0.py and coded.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import triton
 import triton.language as tl
 
 from pykv.kernels.encode_triton import largest, reciprocal
+from pykv.kernels.matvec_triton import byte_of, half_of, signed
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 8, "block", "block", 1
+BLOCK_LEN, BLOCK_BYTES = 32, 34
 
 
 @triton.jit
@@ -31,3 +33,9 @@ def code(x, scale, minimum, inverse, extra):
     whole = scaled.to(tl.int32)
     # twice the fraction is exact; adding a half to the value first would not be
     return (whole + (2 * (scaled - whole.to(tl.float32))).to(tl.int32)) & 255
+
+
+@triton.jit
+def weight(block, j, table):
+    """Value j of a block at that address; see matvec_triton.py."""
+    return signed(byte_of(block + 2, j)).to(tl.float32) * half_of(block, 0)

@@ -21,13 +21,16 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pykv.kernels import matvec_triton
 from pykv.kernels.attention_triton import attend_rows
 from pykv.kernels.encode_triton import encode_pages
 
 GROUP, TILE, SPLITS = 4, 16, 16
 POINTERS = {
     "pool": "*u8", "records": "*i64", "rows": "*i32", "q": "*fp32", "q_pages": "*fp32",
-    "partial": "*fp32", "stats": "*fp32", "extra_k": "*fp32", "extra_v": "*fp32", "moves": "*i64", "extra": "*fp32",
+    "partial": "*fp32", "stats": "*fp32", "extra_k": "*fp32", "extra_v": "*fp32",
+    "moves": "*i64", "extra": "*fp32", "w": "*u8", "x": "*fp32", "out": "*fp32", "add": "*fp32",
+    "table": "*fp32",
 }  # fmt: skip
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 WIDE = re.compile(
@@ -77,6 +80,17 @@ def encode(name: str, side: str, d: int, target: str) -> Any:
     return made(encode_pages, fixed, target, False)
 
 
+def matvec(name: str, rows: str, d: int, target: str) -> Any:
+    """The product with a weight type's blocks, for so many rows; d is not used."""
+    module, n = import_module(f"pykv.kernels.{name}_triton"), int(rows)
+    fixed = {
+        "BLOCK_LEN": module.BLOCK_LEN, "BLOCK_BYTES": module.BLOCK_BYTES, "ROWS": 4,
+        "STEP": max(1, 256 // module.BLOCK_LEN), "X_ROWS": n, "X_TILE": upto(n), "ADD": False,
+        "weight": module.weight,
+    }  # fmt: skip
+    return made(matvec_triton.matvec, fixed, target, True)
+
+
 def made(kernel: Any, fixed: dict[str, object], target: str, fuse: bool) -> Any:
     """The compiled kernel."""
     names = kernel.arg_names
@@ -91,7 +105,9 @@ def made(kernel: Any, fixed: dict[str, object], target: str, fuse: bool) -> Any:
 
 def compiled(what: str, d: int, pair: str, target: str) -> dict[str, object]:
     """What the compiler says of one kernel."""
-    kernel = {"attend": attend, "encode": encode}[what](*pair.split("/"), d, target)
+    kernel = {"attend": attend, "encode": encode, "matvec": matvec}[what](
+        *pair.split("/"), d, target
+    )
     found = {"what": what, "pair": pair, "d": d, "target": target, "shared": kernel.metadata.shared}
     if target.startswith("sm_"):
         found |= usage(kernel.asm["cubin"])

@@ -17,6 +17,10 @@ pytest.importorskip("triton", reason="the GPU's compiler is not installed")
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 PAIRS = ("q8_0/q8_0", "q4_0/q4_0", "kivi2/kivi2", "kivi4/kivi2")
 ENCODERS = ("q8_0/key", "q4_0/key", "q4_0/value", "kivi2/key", "kivi2/value")
+WEIGHTS = (
+    "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k",
+    "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
+)  # fmt: skip
 EVERY = [*(f"{t}/f16" for t in cache_types()), *(f"f16/{t}" for t in cache_types() if t != "f16")]
 
 
@@ -46,6 +50,16 @@ def test_the_usual_pairs(target, tmp_path):
 
 def test_the_usual_encoders(tmp_path):
     compiled([f"encode:{name}:128:sm_90" for name in ENCODERS], tmp_path)
+
+
+def test_products_with_every_weight_type(tmp_path):
+    compiled([f"matvec:{name}/1:0:sm_90" for name in WEIGHTS], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+def test_products_of_several_rows(target, tmp_path):
+    compiled([f"matvec:{name}/{n}:0:{target}" for name in WEIGHTS for n in (1, 4, 8)], tmp_path)
 
 
 @pytest.mark.slow
