@@ -80,10 +80,10 @@ class Turns:
     """Angles for keys that are stored before RoPE; see kernels/position_numba.py."""
 
     def __init__(self, rope: Rope | None, sinks: int, n_entries: int) -> None:
-        self._kept = _angles(rope, sinks, n_entries) if rope is not None else ()
+        self.tables = _angles(rope, sinks, n_entries) if rope is not None else ()
         self.words: I64 = np.zeros(8, np.int64)
         if rope is not None:
-            self.words[:4] = [table.ctypes.data for table in self._kept]
+            self.words[:4] = [table.ctypes.data for table in self.tables]
             half = rope.n_rot // 2
             self.words[4:7] = (half, half, 1) if rope.neox else (half, 1, 2)
 

@@ -4,7 +4,8 @@ A row is one query token; records and tables are those of attention_numba.py, in
 that tables hold places in the pool of pages. A program takes one row, one KV head and every
 SPLITS-th chunk of eight table entries, and decodes a page once for all query heads of the group.
 Each chunk has sums of its own, so that a result depends neither on the number of splits nor on the
-other rows; `combine` adds them up.
+other rows; `combine` adds them up. A prompt's program takes a block of queries with all heads of a
+group, and walks through all that they see.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton.language as tl
 
 from pykv.kernels.coded_triton import key_bytes, key_plane, planes, value_plane
 from pykv.kernels.plain_triton import key_tile, value_tile
+from pykv.kernels.position_triton import partner, turn
 
 PAGE = tl.constexpr(64)
 CHUNK = tl.constexpr(8)  # table entries
@@ -33,10 +35,10 @@ def page_at(pool, entry):
 
 @triton.jit
 def absorb(s, seen, v0, v1, m, total, acc0, acc1, OPERAND: tl.constexpr):
-    """Take scores [GROUP, T], of which `seen` [T] count, and their values into the sums."""
-    s = tl.where(seen[None, :], s, MASKED)
+    """Take scores [LINES, T], of which `seen` count, and their values into the sums."""
+    s = tl.where(seen, s, MASKED)
     top = tl.maximum(m, tl.max(s, 1))
-    shrink, p = tl.exp2(m - top), tl.where(seen[None, :], tl.exp2(s - top[:, None]), 0.0)
+    shrink, p = tl.exp2(m - top), tl.where(seen, tl.exp2(s - top[:, None]), 0.0)
     total = total * shrink + tl.sum(p, 1)
     p = p.to(OPERAND)
     acc0 = acc0 * shrink[:, None] + tl.dot(p, v0, input_precision="ieee")
@@ -45,19 +47,115 @@ def absorb(s, seen, v0, v1, m, total, acc0, acc1, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def store_sums(partial, place, distance, real, acc0, acc1, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """acc0 and acc1 [GROUP, WIDTH / 2] to rows `place` [GROUP] of `distance` f32 each."""
-    j = tl.arange(0, WIDTH // 2)[None, :]
-    channel = j // 16 * 32 + j % 16
-    mask = real[:, None] & (channel < SIZE)
-    tl.store(partial + place[:, None] * distance + channel, acc0, mask)
-    tl.store(partial + place[:, None] * distance + channel + 16, acc1, mask)
+def visible(at, position, low):
+    """Which of the positions `at` [T] each line sees, [LINES, T]."""
+    return (at[None, :] >= low[:, None]) & (at[None, :] <= position[:, None])
+
+
+@triton.jit
+def walk(
+    pool, keys, values, first, last, sinks, encoded, query, page_query, position, low,
+    k_extra, v_extra, offset_cos, offset_sin, start_cos, start_sin,
+    LINES: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr,
+    WIDTH_V: tl.constexpr, PAGE_K: tl.constexpr, PAGE_V: tl.constexpr, PAGE_WIDTH_K: tl.constexpr,
+    PAGE_WIDTH_V: tl.constexpr, MAPPED: tl.constexpr, ENCODED: tl.constexpr,
+    OPERAND: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
+    K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_PARAMETERS: tl.constexpr, k_level: tl.constexpr,
+    V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_PARAMETERS: tl.constexpr, v_level: tl.constexpr,
+    N_ROT: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
+    """Table entries `first` to `last` for queries [LINES, WIDTH_K] at their positions.
+
+    Returns log2 of the largest weight and the weights' sum [LINES], the sums [LINES, WIDTH_V / 2]
+    of both halves, and where values of pages are mapped these pages' sums.
+    """
+    m = tl.full((LINES,), MASKED, tl.float32)
+    total = tl.zeros((LINES,), tl.float32)
+    acc0 = tl.zeros((LINES, PAGE_WIDTH_V // 2), tl.float32)
+    acc1 = tl.zeros((LINES, PAGE_WIDTH_V // 2), tl.float32)
+    c = tl.arange(0, PAGE_WIDTH_K)
+    other = partner(c, N_ROT, NEOX)
+    if ENCODED:
+        for e in range(tl.maximum(first, 1), tl.minimum(last, encoded) + 1):
+            k_page, v_page = page_at(pool, keys + e), page_at(pool, values + e)
+            raw = key_bytes(k_page, c, PAGE_K, K_BITS)
+            for plane in tl.static_range(planes(K_BITS)):
+                k, t = key_plane(
+                    raw, k_page, k_extra, c, plane, PAGE_K, K_BITS, K_AXIS, K_PARAMETERS, k_level
+                )
+                if N_ROT > 0:
+                    others, _ = key_plane(
+                        key_bytes(k_page, other, PAGE_K, K_BITS), k_page, k_extra, other, plane,
+                        PAGE_K, K_BITS, K_AXIS, K_PARAMETERS, k_level,
+                    )  # fmt: skip
+                    k = turn(
+                        k, others, c, t, e, offset_cos, offset_sin, start_cos, start_sin,
+                        N_ROT, NEOX,
+                    )  # fmt: skip
+                s = tl.dot(page_query, k.to(OPERAND), input_precision="ieee")
+                v0 = value_plane(
+                    v_page, t, v_extra, 0, PAGE_V, PAGE_WIDTH_V,
+                    V_BITS, V_AXIS, V_PARAMETERS, v_level,
+                )  # fmt: skip
+                v1 = value_plane(
+                    v_page, t, v_extra, 1, PAGE_V, PAGE_WIDTH_V,
+                    V_BITS, V_AXIS, V_PARAMETERS, v_level,
+                )  # fmt: skip
+                seen = visible(t + (sinks + (e - 1) * PAGE), position, low)
+                m, total, acc0, acc1 = absorb(
+                    s, seen, v0.to(OPERAND), v1.to(OPERAND), m, total, acc0, acc1, OPERAND
+                )
+    m_pages, b0, b1 = m, acc0, acc1
+    if MAPPED:
+        acc0 = tl.zeros((LINES, WIDTH_V // 2), tl.float32)
+        acc1 = tl.zeros((LINES, WIDTH_V // 2), tl.float32)
+    # the sinks, where the entries have them, and the tail
+    tail, t = tl.maximum(tl.maximum(first, 1), encoded + 1), tl.arange(0, PAGE)
+    c = tl.arange(0, WIDTH_K)
+    other = partner(c, N_ROT, NEOX)
+    for n in range(tl.where(first == 0, 0, 1), tl.maximum(last - tail, -1) + 2):
+        e = tl.where(n == 0, 0, tail + n - 1)
+        start = tl.where(n == 0, 0, sinks + (e - 1) * PAGE)
+        slots = tl.where(n == 0, (sinks + 15) // 16 * 16, PAGE)
+        k_tail = page_at(pool, keys + e).to(tl.pointer_type(TAIL_K))
+        v_tail = page_at(pool, values + e).to(tl.pointer_type(TAIL_V))
+        k = key_tile(k_tail, c, slots, D_K).to(tl.float32)
+        if N_ROT > 0:
+            others = key_tile(k_tail, other, slots, D_K).to(tl.float32)
+            k = turn(k, others, c, t, e, offset_cos, offset_sin, start_cos, start_sin, N_ROT, NEOX)
+        s = tl.dot(query, k.to(OPERAND), input_precision="ieee")
+        there = t < tl.where(n == 0, sinks, PAGE)
+        seen = visible(t + start, position, low) & there[None, :]
+        # slots that were never written may hold anything
+        written = (there & (t + start <= tl.max(position, 0)))[:, None]
+        v0 = value_tile(v_tail, t, slots, 0, D_V, WIDTH_V).to(OPERAND)
+        v1 = value_tile(v_tail, t, slots, 1, D_V, WIDTH_V).to(OPERAND)
+        v0, v1 = tl.where(written, v0, 0.0), tl.where(written, v1, 0.0)
+        m, total, acc0, acc1 = absorb(s, seen, v0, v1, m, total, acc0, acc1, OPERAND)
+    if MAPPED:
+        shrink = tl.exp2(m_pages - m)[:, None]
+        b0, b1 = b0 * shrink, b1 * shrink
+    return m, total, acc0, acc1, b0, b1
+
+
+@triton.jit
+def entry_of(position, sinks):
+    """The table entry that holds a position."""
+    return tl.where(position < sinks, 0, 1 + (position - sinks) // PAGE)
+
+
+@triton.jit
+def load_query(q, line, real, scale, D: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr):
+    """Queries [LINES, WIDTH] of D channels, scaled; zeros where a line is not real."""
+    c = tl.arange(0, WIDTH)[None, :]
+    return (tl.load(q + line[:, None] * D + c, real[:, None] & (c < D), 0.0) * scale).to(OPERAND)
 
 
 @triton.jit
 def attend_rows(
     pool, records, rows, q, q_pages, partial, stats,
     extra_k, extra_v, extra_k_stride, extra_v_stride, n_kv, chunks, scale,
+    offset_cos, offset_sin, start_cos, start_sin,
     GROUP: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr,
     PAGE_K: tl.constexpr, PAGE_V: tl.constexpr, PAGE_WIDTH_K: tl.constexpr,
@@ -65,12 +163,14 @@ def attend_rows(
     OPERAND: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_PARAMETERS: tl.constexpr, k_level: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_PARAMETERS: tl.constexpr, v_level: tl.constexpr,
+    N_ROT: tl.constexpr, NEOX: tl.constexpr,
 ):  # fmt: skip
     """Partial sums f32 [rows, heads, chunks, size] and stats [..., 2] (log2 maximum, total).
 
     q f32 [rows, heads, D_K], q_pages [rows, heads, PAGE_K]; `scale` includes log2(e). TILE is GROUP
     rounded up to what tl.dot takes. ENCODED: whether there are pages, beside sinks and tail.
-    MAPPED: the pages' sums lie behind the others, PAGE_V wide.
+    MAPPED: the pages' sums lie behind the others, PAGE_V wide. N_ROT: keys are stored before RoPE,
+    which turns so many channels when they are read; 0: as they are to be read.
     """
     i, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     number = tl.load(rows + i).to(tl.int64)
@@ -80,84 +180,93 @@ def attend_rows(
     values = tl.load(record + 1).to(tl.pointer_type(tl.int64)) + h * capacity
     sinks, encoded = tl.load(record + 3), tl.load(record + 4)
     position, low = tl.load(record + 5), tl.load(record + 6)
-    k_extra, v_extra = extra_k + h * extra_k_stride, extra_v + h * extra_v_stride
-    g = tl.arange(0, TILE)
-    real, heads = g < GROUP, n_kv * GROUP
-    head = number * heads + h * GROUP + g
-    c = tl.arange(0, WIDTH_K)[None, :]
-    query = tl.load(q + head[:, None] * D_K + c, real[:, None] & (c < D_K), 0.0)
-    query = (query * scale).to(OPERAND)
-    c = tl.arange(0, PAGE_WIDTH_K)[None, :]
-    page_query = tl.load(q_pages + head[:, None] * PAGE_K + c, real[:, None] & (c < PAGE_K), 0.0)
-    page_query = (page_query * scale).to(OPERAND)
-    final = tl.where(position < sinks, 0, 1 + (position - sinks) // PAGE)
-    begin = tl.where(low < sinks, 0, 1 + (low - sinks) // PAGE)
+    g, heads = tl.arange(0, TILE), n_kv * GROUP
+    real, line = g < GROUP, number * heads + h * GROUP + g
+    query = load_query(q, line, real, scale, D_K, WIDTH_K, OPERAND)
+    page_query = load_query(q_pages, line, real, scale, PAGE_K, PAGE_WIDTH_K, OPERAND)
+    begin, final = entry_of(low, sinks), entry_of(position, sinks)
     begin = tl.where(sinks == 0, tl.maximum(begin, 1), begin)
     WIDTH: tl.constexpr = (D_V + 31) // 32 * 32
     SIZE: tl.constexpr = WIDTH + ((PAGE_V + 31) // 32 * 32 if MAPPED else 0)
     for chunk in range(split, chunks, SPLITS):
-        first = tl.maximum(begin, chunk * CHUNK)
-        last = tl.minimum(final, chunk * CHUNK + CHUNK - 1)
-        m = tl.full((TILE,), MASKED, tl.float32)
-        total = tl.zeros((TILE,), tl.float32)
-        acc0 = tl.zeros((TILE, PAGE_WIDTH_V // 2), tl.float32)
-        acc1 = tl.zeros((TILE, PAGE_WIDTH_V // 2), tl.float32)
-        if ENCODED:
-            for e in range(tl.maximum(first, 1), tl.minimum(last, encoded) + 1):
-                k_page, v_page = page_at(pool, keys + e), page_at(pool, values + e)
-                raw = key_bytes(k_page, PAGE_K, PAGE_WIDTH_K, K_BITS)
-                for plane in tl.static_range(planes(K_BITS)):
-                    k, t = key_plane(
-                        raw, k_page, k_extra, plane, PAGE_K, PAGE_WIDTH_K,
-                        K_BITS, K_AXIS, K_PARAMETERS, k_level,
-                    )  # fmt: skip
-                    s = tl.dot(page_query, k.to(OPERAND), input_precision="ieee")
-                    at = t + (sinks + (e - 1) * PAGE)
-                    v0 = value_plane(
-                        v_page, t, v_extra, 0, PAGE_V, PAGE_WIDTH_V,
-                        V_BITS, V_AXIS, V_PARAMETERS, v_level,
-                    )  # fmt: skip
-                    v1 = value_plane(
-                        v_page, t, v_extra, 1, PAGE_V, PAGE_WIDTH_V,
-                        V_BITS, V_AXIS, V_PARAMETERS, v_level,
-                    )  # fmt: skip
-                    m, total, acc0, acc1 = absorb(
-                        s, (at >= low) & (at <= position), v0.to(OPERAND), v1.to(OPERAND),
-                        m, total, acc0, acc1, OPERAND,
-                    )  # fmt: skip
-        m_pages, b0, b1 = m, acc0, acc1
-        if MAPPED:
-            acc0 = tl.zeros((TILE, WIDTH_V // 2), tl.float32)
-            acc1 = tl.zeros((TILE, WIDTH_V // 2), tl.float32)
-        # the sinks, where the chunk has them, and the tail
-        tail = tl.maximum(tl.maximum(first, 1), encoded + 1)
-        for n in range(tl.where(first == 0, 0, 1), tl.maximum(last - tail, -1) + 2):
-            e = tl.where(n == 0, 0, tail + n - 1)
-            start = tl.where(n == 0, 0, sinks + (e - 1) * PAGE)
-            slots = tl.where(n == 0, (sinks + 15) // 16 * 16, PAGE)
-            k_tail = page_at(pool, keys + e).to(tl.pointer_type(TAIL_K))
-            v_tail = page_at(pool, values + e).to(tl.pointer_type(TAIL_V))
-            k = key_tile(k_tail, slots, D_K, WIDTH_K).to(OPERAND)
-            s = tl.dot(query, k, input_precision="ieee")
-            t = tl.arange(0, PAGE)
-            at = t + start
-            seen = (at >= low) & (at <= position) & (t < tl.where(n == 0, sinks, PAGE))
-            # slots that were never written may hold anything
-            v0 = value_tile(v_tail, t, slots, 0, D_V, WIDTH_V).to(OPERAND)
-            v1 = value_tile(v_tail, t, slots, 1, D_V, WIDTH_V).to(OPERAND)
-            v0 = tl.where(seen[:, None], v0, 0.0)
-            v1 = tl.where(seen[:, None], v1, 0.0)
-            m, total, acc0, acc1 = absorb(s, seen, v0, v1, m, total, acc0, acc1, OPERAND)
+        m, total, acc0, acc1, b0, b1 = walk(
+            pool, keys, values, tl.maximum(begin, chunk * CHUNK),
+            tl.minimum(final, chunk * CHUNK + CHUNK - 1), sinks, encoded, query, page_query,
+            position + g * 0, low + g * 0,
+            extra_k + h * extra_k_stride, extra_v + h * extra_v_stride,
+            offset_cos, offset_sin, start_cos, start_sin,
+            TILE, D_K, D_V, WIDTH_K, WIDTH_V, PAGE_K, PAGE_V, PAGE_WIDTH_K, PAGE_WIDTH_V,
+            MAPPED, ENCODED, OPERAND, TAIL_K, TAIL_V, K_BITS, K_AXIS, K_PARAMETERS, k_level,
+            V_BITS, V_AXIS, V_PARAMETERS, v_level, N_ROT, NEOX,
+        )  # fmt: skip
         place = (i * heads + h * GROUP + g) * chunks + chunk
         store_sums(partial, place, SIZE, real, acc0, acc1, WIDTH_V, WIDTH)
         if MAPPED:
-            shrink = tl.exp2(m_pages - m)[:, None]
             store_sums(
-                partial + WIDTH, place, SIZE, real, b0 * shrink, b1 * shrink, PAGE_WIDTH_V,
-                (PAGE_V + 31) // 32 * 32,
-            )  # fmt: skip
+                partial + WIDTH, place, SIZE, real, b0, b1, PAGE_WIDTH_V, (PAGE_V + 31) // 32 * 32
+            )
         tl.store(stats + place * 2, m, real)
         tl.store(stats + place * 2 + 1, total, real)
+
+
+@triton.jit
+def attend_prompt(
+    pool, records, q, q_pages, out, out_pages,
+    extra_k, extra_v, extra_k_stride, extra_v_stride, n_queries, n_kv, window, scale,
+    offset_cos, offset_sin, start_cos, start_sin,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, LINES: tl.constexpr,
+    D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr,
+    PAGE_K: tl.constexpr, PAGE_V: tl.constexpr, PAGE_WIDTH_K: tl.constexpr,
+    PAGE_WIDTH_V: tl.constexpr, MAPPED: tl.constexpr, ENCODED: tl.constexpr,
+    OPERAND: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
+    K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_PARAMETERS: tl.constexpr, k_level: tl.constexpr,
+    V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_PARAMETERS: tl.constexpr, v_level: tl.constexpr,
+    N_ROT: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
+    """out f32 [queries, heads, D_V] of queries that follow each other in one sequence.
+
+    A program takes QUERIES of them and one KV head: LINES, at least GROUP * QUERIES, is what tl.dot
+    takes. `records` is the first query's; `window` is 0 for none. MAPPED: out_pages [queries,
+    heads, PAGE_V] is the pages' part, to be mapped back and added.
+    """
+    block, h = tl.program_id(0), tl.program_id(1)
+    capacity, sinks = tl.load(records + 2), tl.load(records + 3)
+    keys = tl.load(records).to(tl.pointer_type(tl.int64)) + h * capacity
+    values = tl.load(records + 1).to(tl.pointer_type(tl.int64)) + h * capacity
+    encoded, start = tl.load(records + 4), tl.load(records + 5)
+    n = tl.arange(0, LINES)
+    index, g = block * QUERIES + n // GROUP, n % GROUP
+    real = (n < QUERIES * GROUP) & (index < n_queries)
+    index = tl.minimum(index, n_queries - 1)
+    position = start + index
+    low = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+    line = (index.to(tl.int64) * n_kv + h) * GROUP + g
+    query = load_query(q, line, real, scale, D_K, WIDTH_K, OPERAND)
+    page_query = load_query(q_pages, line, real, scale, PAGE_K, PAGE_WIDTH_K, OPERAND)
+    first, last = entry_of(tl.min(low, 0), sinks), entry_of(tl.max(position, 0), sinks)
+    first = tl.where(sinks == 0, tl.maximum(first, 1), first)
+    m, total, acc0, acc1, b0, b1 = walk(
+        pool, keys, values, first, last, sinks, encoded, query, page_query, position, low,
+        extra_k + h * extra_k_stride, extra_v + h * extra_v_stride,
+        offset_cos, offset_sin, start_cos, start_sin,
+        LINES, D_K, D_V, WIDTH_K, WIDTH_V, PAGE_K, PAGE_V, PAGE_WIDTH_K, PAGE_WIDTH_V,
+        MAPPED, ENCODED, OPERAND, TAIL_K, TAIL_V, K_BITS, K_AXIS, K_PARAMETERS, k_level,
+        V_BITS, V_AXIS, V_PARAMETERS, v_level, N_ROT, NEOX,
+    )  # fmt: skip
+    share = 1.0 / total[:, None]
+    store_sums(out, line, D_V, real, acc0 * share, acc1 * share, WIDTH_V, D_V)
+    if MAPPED:
+        store_sums(out_pages, line, PAGE_V, real, b0 * share, b1 * share, PAGE_WIDTH_V, PAGE_V)
+
+
+@triton.jit
+def store_sums(partial, place, distance, real, acc0, acc1, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """acc0 and acc1 [LINES, WIDTH / 2] to SIZE channels of rows `place`, `distance` f32 each."""
+    j = tl.arange(0, WIDTH // 2)[None, :]
+    channel = j // 16 * 32 + j % 16
+    at, mask = partial + place[:, None] * distance + channel, real[:, None]
+    tl.store(at, acc0, mask & (channel < SIZE))
+    tl.store(at + 16, acc1, mask & (channel + 16 < SIZE))
 
 
 @triton.jit

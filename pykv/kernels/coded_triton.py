@@ -56,25 +56,25 @@ def half_at(address, offset, mask):
 
 
 @triton.jit
-def key_bytes(page, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """u8 [WIDTH, bytes of a channel]: the first set of a key page; of plain values nothing."""
+def key_bytes(page, c, D: tl.constexpr, BITS: tl.constexpr):
+    """u8 [C, bytes of a channel] of channels c [C]: a key page's first set, if it has codes."""
     if BITS > 8:
         return page
-    c, b = tl.arange(0, WIDTH), tl.arange(0, 8 * main_bits(BITS))
+    b = tl.arange(0, 8 * main_bits(BITS))
     place = c[:, None] * (8 * main_bits(BITS)) + b[None, :]
     return tl.load(page + place, (c < D)[:, None], 0)
 
 
 @triton.jit
 def key_plane(
-    raw, page, extra, plane: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    raw, page, extra, c, plane: tl.constexpr, D: tl.constexpr,
     BITS: tl.constexpr, AXIS: tl.constexpr, PARAMETERS: tl.constexpr, level: tl.constexpr,
 ):  # fmt: skip
-    """f32 [WIDTH, T] of one plane of `raw`, and its tokens, i32 [T]."""
+    """f32 [C, T] of one plane of `raw`, of channels c [C], and its tokens, i32 [T]."""
     if AXIS == "plain":
-        return key_tile(page.to(tl.pointer_type(level)), PAGE, D, WIDTH), tl.arange(0, PAGE)
+        return key_tile(page.to(tl.pointer_type(level)), c, PAGE, D), tl.arange(0, PAGE)
     W: tl.constexpr = main_bits(BITS)
-    c, b = tl.arange(0, WIDTH)[:, None], tl.arange(0, 8 * W)[None, :]
+    c, b = c[:, None], tl.arange(0, 8 * W)[None, :]
     t = b // RUN * (RUN * (8 // W)) + plane * RUN + b % RUN
     real, codes = c < D, (raw >> (plane * W)).to(tl.int32) & ((1 << W) - 1)
     if W != BITS:

@@ -12,9 +12,9 @@ PAGE = tl.constexpr(64)
 
 
 @triton.jit
-def key_tile(page, slots, D: tl.constexpr, WIDTH: tl.constexpr):
-    """[WIDTH, 64] of the page's type; zeros beyond D and beyond the slots."""
-    c, t = tl.arange(0, WIDTH)[:, None], tl.arange(0, PAGE)[None, :]
+def key_tile(page, c, slots, D: tl.constexpr):
+    """[C, 64] of channels c [C], of the page's type; zeros beyond D and beyond the slots."""
+    c, t = c[:, None], tl.arange(0, PAGE)[None, :]
     return tl.load(page + c * slots + t, (c < D) & (t < slots), 0.0)
 
 

@@ -22,15 +22,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pykv.kernels import matvec_triton
-from pykv.kernels.attention_triton import attend_rows
+from pykv.kernels.attention_triton import attend_prompt, attend_rows
 from pykv.kernels.encode_triton import encode_pages
 
 GROUP, TILE, SPLITS = 4, 16, 16
 POINTERS = {
-    "pool": "*u8", "records": "*i64", "rows": "*i32", "q": "*fp32", "q_pages": "*fp32",
-    "partial": "*fp32", "stats": "*fp32", "extra_k": "*fp32", "extra_v": "*fp32",
-    "moves": "*i64", "extra": "*fp32", "w": "*u8", "x": "*fp32", "out": "*fp32", "add": "*fp32",
-    "table": "*fp32",
+    "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64", "w": "*u8",
+    **dict.fromkeys(
+        ("q", "q_pages", "partial", "stats", "extra_k", "extra_v", "extra", "x", "out", "out_pages",
+         "add", "table", "offset_cos", "offset_sin", "start_cos", "start_sin"), "*fp32",
+    ),
 }  # fmt: skip
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 WIDE = re.compile(
@@ -54,6 +55,7 @@ def constants(key: str, value: str, d: int) -> dict[str, object]:
         "OPERAND": tl.float16, "TAIL_K": tl.float16, "TAIL_V": tl.float16,
         "K_BITS": k.BITS, "K_AXIS": k.KEY_AXIS, "K_PARAMETERS": k.PARAMETERS, "k_level": k.level,
         "V_BITS": v.BITS, "V_AXIS": v.VALUE_AXIS, "V_PARAMETERS": v.PARAMETERS, "v_level": v.level,
+        "N_ROT": d if k.KEY_AXIS == "range" else 0, "NEOX": False,
     }  # fmt: skip
 
 
@@ -66,6 +68,12 @@ def attend(key: str, value: str, d: int, target: str) -> Any:
     """The decode kernel for a pair of types."""
     # attention may fuse a product and a sum; encoders may not
     return made(attend_rows, constants(key, value, d), target, True)
+
+
+def prompt(key: str, value: str, d: int, target: str) -> Any:
+    """The prompt kernel for a pair of types."""
+    fixed = {k: v for k, v in constants(key, value, d).items() if k not in ("TILE", "SPLITS")}
+    return made(attend_prompt, fixed | {"QUERIES": 16, "LINES": 16 * GROUP}, target, True)
 
 
 def encode(name: str, side: str, d: int, target: str) -> Any:
@@ -105,7 +113,7 @@ def made(kernel: Any, fixed: dict[str, object], target: str, fuse: bool) -> Any:
 
 def compiled(what: str, d: int, pair: str, target: str) -> dict[str, object]:
     """What the compiler says of one kernel."""
-    kernel = {"attend": attend, "encode": encode, "matvec": matvec}[what](
+    kernel = {"attend": attend, "prompt": prompt, "encode": encode, "matvec": matvec}[what](
         *pair.split("/"), d, target
     )
     found = {"what": what, "pair": pair, "d": d, "target": target, "shared": kernel.metadata.shared}

@@ -42,7 +42,8 @@ def compiled(specs, folder):
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_the_usual_pairs(target, tmp_path):
-    found = compiled([f"attend:{pair}:128:{target}" for pair in PAIRS], tmp_path)
+    specs = [f"attend:{pair}:128:{target}" for pair in PAIRS]
+    found = compiled([*specs, f"prompt:q4_0/q4_0:128:{target}"], tmp_path)
     if target == "sm_90":
         # codes of a page: 16 bytes at a time, by 128 threads; scales may be narrower
         assert all(each["wide_loads"] >= 16 for each in found)

@@ -16,8 +16,8 @@ import pytest
 triton = pytest.importorskip("triton", reason="the GPU's compiler is not installed")
 torch = pytest.importorskip("torch", reason="the GPU's tensors are not installed")
 
-from pykv.backends.base import CacheFormats, LayerShape  # noqa: E402
-from pykv.backends.page_maps import PageMaps  # noqa: E402
+from pykv.backends.base import CacheFormats, LayerShape, Rope  # noqa: E402
+from pykv.backends.page_maps import PageMaps, Turns  # noqa: E402
 from pykv.cache.layout import cache_types  # noqa: E402
 from pykv.formats.coded import CodedFormat, HeadNumbers, find  # noqa: E402
 
@@ -111,7 +111,7 @@ class Cache:
         return place
 
 
-def settings(types, d, operand):
+def settings(types, d, operand, rope=None):
     """The kernel's compile-time parameters for formats and widths."""
     k, v = (import_module(f"pykv.kernels.{t}_triton") for t in types)
     padded = (d + 31) // 32 * 32
@@ -121,24 +121,35 @@ def settings(types, d, operand):
         "OPERAND": operand, "TAIL_K": tl.float16, "TAIL_V": tl.float16,
         "K_BITS": k.BITS, "K_AXIS": k.KEY_AXIS, "K_PARAMETERS": k.PARAMETERS, "k_level": k.level,
         "V_BITS": v.BITS, "V_AXIS": v.VALUE_AXIS, "V_PARAMETERS": v.PARAMETERS, "v_level": v.level,
+        "N_ROT": 0 if rope is None else rope.n_rot, "NEOX": rope is not None and rope.neox,
     }  # fmt: skip
 
 
-def attend(cache, group, q, splits=2, operand=tl.float16):
-    """The kernels' output [rows, heads, d]."""
-    d, n_kv, rows = cache.d, cache.n_kv, len(cache.records)
+def extras(cache, group):
+    """What lies outside the pages, for keys and for values."""
+    d, n_kv = cache.d, cache.n_kv
     maps = PageMaps(
         LayerShape(n_kv * group, n_kv, d, d), CacheFormats(*cache.types, "f16", "f16"),
         cache.numbers,
     )  # fmt: skip
+    modules = (import_module(f"pykv.kernels.{t}_triton") for t in cache.types)
     tables = [
         np.resize(np.array(m.LEVELS, np.float32), (n_kv, 16)) if hasattr(m, "LEVELS") else extra
-        for m, extra in zip(
-            (import_module(f"pykv.kernels.{t}_triton") for t in cache.types),
-            (maps.extra_k, maps.extra_v), strict=True,
-        )
-    ]  # fmt: skip
-    extra_k, extra_v = (torch.from_numpy(np.ascontiguousarray(x)) for x in tables)
+        for m, extra in zip(modules, (maps.extra_k, maps.extra_v), strict=True)
+    ]
+    return [torch.from_numpy(np.ascontiguousarray(x)) for x in tables]
+
+
+def turns(rope, sinks, entries):
+    """Tables of angles, which a cache of turned keys has none of."""
+    tables = Turns(rope, sinks, entries).tables
+    return [torch.from_numpy(t) for t in tables] if tables else [torch.zeros(1)] * 4
+
+
+def attend(cache, group, q, splits=2, operand=tl.float16, rope=None):
+    """The kernels' output [rows, heads, d]."""
+    d, n_kv, rows = cache.d, cache.n_kv, len(cache.records)
+    extra_k, extra_v = extras(cache, group)
     chunks = -(-int(cache.records[:, 2].max()) // 8)
     width, heads = (d + 31) // 32 * 32, n_kv * group
     partial = torch.full((rows, heads, chunks, width), torch.nan)
@@ -147,12 +158,30 @@ def attend(cache, group, q, splits=2, operand=tl.float16):
     attention.attend_rows[(rows, n_kv, splits)](
         torch.from_numpy(cache.pool), torch.from_numpy(cache.records), order, query, query, partial,
         stats, extra_k, extra_v, extra_k.shape[1], extra_v.shape[1], n_kv, chunks,
-        float(np.log2(np.e) / np.sqrt(d)), GROUP=group, TILE=16, SPLITS=splits,
-        **settings(cache.types, d, operand),
+        float(np.log2(np.e) / np.sqrt(d)),
+        *turns(rope, int(cache.records[0, 3]), int(cache.records[:, 2].max())), GROUP=group,
+        TILE=16, SPLITS=splits, **settings(cache.types, d, operand, rope),
     )  # fmt: skip
     attention.combine[(rows, heads)](
         partial, stats, out, chunks, width, HEADS=heads, D=d, WIDTH=upto(width)
     )
+    return out.numpy()
+
+
+def prompt(cache, group, q, window=0, queries_at_once=5):
+    """The prompt kernel's output [queries, heads, d] for the last queries of the one sequence."""
+    d, n_kv, count = cache.d, cache.n_kv, len(q)
+    records = cache.records[:1].copy()
+    records[0, 5] -= count - 1
+    extra_k, extra_v = extras(cache, group)
+    query, out = torch.from_numpy(q), torch.full((count, n_kv * group, d), torch.nan)
+    attention.attend_prompt[(-(-count // queries_at_once), n_kv)](
+        torch.from_numpy(cache.pool), torch.from_numpy(records), query, query, out, out,
+        extra_k, extra_v, extra_k.shape[1], extra_v.shape[1], count, n_kv, window,
+        float(np.log2(np.e) / np.sqrt(d)), *turns(None, 0, 0), GROUP=group,
+        QUERIES=queries_at_once,
+        LINES=max(16, upto(queries_at_once * group)), **settings(cache.types, d, tl.float16),
+    )  # fmt: skip
     return out.numpy()
 
 
@@ -216,3 +245,52 @@ def test_float32_operands_are_exact_to_their_own_rounding():
     cache = Cache(("q8_0", "f16"), 64, 1, [200])
     q = queries(cache, 2)
     within(cache, q, attend(cache, 2, q, operand=tl.float32), expected(cache, 2, q), 2.0**-20)
+
+
+@pytest.mark.parametrize(
+    ("types", "d", "group", "window"),
+    [
+        (("q4_0", "q4_0"), 64, 3, 0),
+        (("kivi2", "q8_0"), 80, 7, 0),
+        (("f16", "kivi4"), 40, 1, 90),
+        (("tq4", "fp8_e4m3"), 96, 4, 50),
+    ],
+)
+def test_prompts_see_what_each_query_sees(types, d, group, window):
+    cache, count = Cache(types, d, 2, [300]), 13
+    q = np.random.default_rng(4).standard_normal((count, 2 * group, d)).astype(np.float32)
+    found = prompt(cache, group, q, window)
+    for i in range(count):
+        seen = 300 - count + 1 + i
+        low = max(0, seen - window) if window else 0
+        x = cache.decoded[0][0][:, :, :seen]
+        of_query = Cache.__new__(Cache)
+        of_query.decoded, of_query.n_kv, of_query.d = [(x, low)], 2, d
+        exact = expected(of_query, group, q[i : i + 1])
+        within(of_query, q[i : i + 1], found[i : i + 1], exact, 2.0**-11)
+
+
+@pytest.mark.parametrize(
+    ("types", "d", "n_rot", "neox"),
+    [
+        (("nuq4", "nuq4"), 64, 64, True),
+        (("nuq3", "q8_0"), 80, 32, False),
+        (("kivi2", "f16"), 96, 64, True),
+        (("f16", "kivi4"), 40, 40, False),
+    ],
+)
+def test_keys_before_rope_are_turned_where_they_are_read(types, d, n_rot, neox):
+    rope = Rope(neox, 10000.0 ** -(np.arange(0, n_rot, 2) / n_rot))
+    cache, group = Cache(types, d, 2, [300], sinks=4), 3
+    q = queries(cache, group)
+    found = attend(cache, group, q, rope=rope)
+    x, low = cache.decoded[0]
+    k = x[0].astype(np.float64)
+    cos, sin = rope.tables(np.arange(k.shape[1]))
+    half = n_rot // 2
+    first = slice(0, half) if neox else slice(0, n_rot, 2)
+    second = slice(half, n_rot) if neox else slice(1, n_rot, 2)
+    a, b = k[..., first].copy(), k[..., second].copy()
+    k[..., first], k[..., second] = a * cos - b * sin, a * sin + b * cos
+    cache.decoded = [(np.stack([k, x[1]]), low)]
+    within(cache, q, found, expected(cache, group, q), 2.0**-11)
