@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pykv.kernels import outliers_triton
 from pykv.kernels.coded_triton import key_bytes, key_plane, planes, value_plane
 from pykv.kernels.plain_triton import key_tile, value_tile
 from pykv.kernels.position_triton import partner, turn
@@ -62,7 +63,8 @@ def walk(
     OPERAND: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_PARAMETERS: tl.constexpr, k_level: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_PARAMETERS: tl.constexpr, v_level: tl.constexpr,
-    N_ROT: tl.constexpr, NEOX: tl.constexpr,
+    N_ROT: tl.constexpr, NEOX: tl.constexpr, K_OUTLIERS: tl.constexpr, K_PLACES: tl.constexpr,
+    V_OUTLIERS: tl.constexpr, V_PLACES: tl.constexpr,
 ):  # fmt: skip
     """Table entries `first` to `last` for queries [LINES, WIDTH_K] at their positions.
 
@@ -83,11 +85,20 @@ def walk(
                 k, t = key_plane(
                     raw, k_page, k_extra, c, plane, PAGE_K, K_BITS, K_AXIS, K_PARAMETERS, k_level
                 )
+                if K_OUTLIERS > 0:
+                    k += outliers_triton.of_keys(
+                        k_page, k_extra, c, t, PAGE_K, K_BITS, k_level, K_OUTLIERS, K_PLACES
+                    )
                 if N_ROT > 0:
                     others, _ = key_plane(
                         key_bytes(k_page, other, PAGE_K, K_BITS), k_page, k_extra, other, plane,
                         PAGE_K, K_BITS, K_AXIS, K_PARAMETERS, k_level,
                     )  # fmt: skip
+                    if K_OUTLIERS > 0:
+                        others += outliers_triton.of_keys(
+                            k_page, k_extra, other, t, PAGE_K, K_BITS, k_level,
+                            K_OUTLIERS, K_PLACES,
+                        )  # fmt: skip
                     k = turn(
                         k, others, c, t, e, offset_cos, offset_sin, start_cos, start_sin,
                         N_ROT, NEOX,
@@ -101,6 +112,15 @@ def walk(
                     v_page, t, v_extra, 1, PAGE_V, PAGE_WIDTH_V,
                     V_BITS, V_AXIS, V_PARAMETERS, v_level,
                 )  # fmt: skip
+                if V_OUTLIERS > 0:
+                    v0 += outliers_triton.of_values(
+                        v_page, v_extra, t, 0, PAGE_V, PAGE_WIDTH_V, V_BITS, v_level,
+                        V_OUTLIERS, V_PLACES,
+                    )  # fmt: skip
+                    v1 += outliers_triton.of_values(
+                        v_page, v_extra, t, 1, PAGE_V, PAGE_WIDTH_V, V_BITS, v_level,
+                        V_OUTLIERS, V_PLACES,
+                    )  # fmt: skip
                 seen = visible(t + (sinks + (e - 1) * PAGE), position, low)
                 m, total, acc0, acc1 = absorb(
                     s, seen, v0.to(OPERAND), v1.to(OPERAND), m, total, acc0, acc1, OPERAND
@@ -163,14 +183,16 @@ def attend_rows(
     OPERAND: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_PARAMETERS: tl.constexpr, k_level: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_PARAMETERS: tl.constexpr, v_level: tl.constexpr,
-    N_ROT: tl.constexpr, NEOX: tl.constexpr,
+    N_ROT: tl.constexpr, NEOX: tl.constexpr, K_OUTLIERS: tl.constexpr, K_PLACES: tl.constexpr,
+    V_OUTLIERS: tl.constexpr, V_PLACES: tl.constexpr,
 ):  # fmt: skip
     """Partial sums f32 [rows, heads, chunks, size] and stats [..., 2] (log2 maximum, total).
 
     q f32 [rows, heads, D_K], q_pages [rows, heads, PAGE_K]; `scale` includes log2(e). TILE is GROUP
     rounded up to what tl.dot takes. ENCODED: whether there are pages, beside sinks and tail.
     MAPPED: the pages' sums lie behind the others, PAGE_V wide. N_ROT: keys are stored before RoPE,
-    which turns so many channels when they are read; 0: as they are to be read.
+    which turns so many channels when they are read; 0: as they are to be read. K_OUTLIERS and
+    V_OUTLIERS: a page's, and K_PLACES and V_PLACES these rounded up for tl.dot.
     """
     i, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     number = tl.load(rows + i).to(tl.int64)
@@ -198,6 +220,7 @@ def attend_rows(
             TILE, D_K, D_V, WIDTH_K, WIDTH_V, PAGE_K, PAGE_V, PAGE_WIDTH_K, PAGE_WIDTH_V,
             MAPPED, ENCODED, OPERAND, TAIL_K, TAIL_V, K_BITS, K_AXIS, K_PARAMETERS, k_level,
             V_BITS, V_AXIS, V_PARAMETERS, v_level, N_ROT, NEOX,
+            K_OUTLIERS, K_PLACES, V_OUTLIERS, V_PLACES,
         )  # fmt: skip
         place = (i * heads + h * GROUP + g) * chunks + chunk
         store_sums(partial, place, SIZE, real, acc0, acc1, WIDTH_V, WIDTH)
@@ -221,7 +244,8 @@ def attend_prompt(
     OPERAND: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_PARAMETERS: tl.constexpr, k_level: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_PARAMETERS: tl.constexpr, v_level: tl.constexpr,
-    N_ROT: tl.constexpr, NEOX: tl.constexpr,
+    N_ROT: tl.constexpr, NEOX: tl.constexpr, K_OUTLIERS: tl.constexpr, K_PLACES: tl.constexpr,
+    V_OUTLIERS: tl.constexpr, V_PLACES: tl.constexpr,
 ):  # fmt: skip
     """out f32 [queries, heads, D_V] of queries that follow each other in one sequence.
 
@@ -252,6 +276,7 @@ def attend_prompt(
         LINES, D_K, D_V, WIDTH_K, WIDTH_V, PAGE_K, PAGE_V, PAGE_WIDTH_K, PAGE_WIDTH_V,
         MAPPED, ENCODED, OPERAND, TAIL_K, TAIL_V, K_BITS, K_AXIS, K_PARAMETERS, k_level,
         V_BITS, V_AXIS, V_PARAMETERS, v_level, N_ROT, NEOX,
+        K_OUTLIERS, K_PLACES, V_OUTLIERS, V_PLACES,
     )  # fmt: skip
     share = 1.0 / total[:, None]
     store_sums(out, line, D_V, real, acc0 * share, acc1 * share, WIDTH_V, D_V)

@@ -1,7 +1,7 @@
 """Compiles kernels for GPUs that need not be here; prints one JSON object each.
 
 A program of its own, since the tests' process has Triton's interpreter:
-    python compile_kernels.py attend:q4_0/f16:128:sm_90 encode:kivi2/key:64:gfx942 ...
+    python compile_kernels.py attend@q4_0/f16@128@sm_90 encode@kivi2/key@64@gfx942 ...
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pykv.formats.coded import find
 from pykv.kernels import matvec_triton
 from pykv.kernels.attention_triton import attend_prompt, attend_rows
 from pykv.kernels.encode_triton import encode_pages
@@ -41,12 +42,13 @@ WIDE = re.compile(
 
 def upto(n: int) -> int:
     """The next power of two."""
-    return 1 << (n - 1).bit_length()
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def constants(key: str, value: str, d: int) -> dict[str, object]:
     """The compile-time parameters."""
-    k, v = (import_module(f"pykv.kernels.{name}_triton") for name in (key, value))
+    k, v = (import_module(f"pykv.kernels.{name.partition(':')[0]}_triton") for name in (key, value))
+    outliers = [getattr(find(name), "n_outliers", lambda d: 0)(d) for name in (key, value)]
     padded = (d + 31) // 32 * 32
     return {
         "GROUP": GROUP, "TILE": TILE, "SPLITS": SPLITS, "D_K": d, "D_V": d, "WIDTH_K": upto(d),
@@ -56,6 +58,8 @@ def constants(key: str, value: str, d: int) -> dict[str, object]:
         "K_BITS": k.BITS, "K_AXIS": k.KEY_AXIS, "K_PARAMETERS": k.PARAMETERS, "k_level": k.level,
         "V_BITS": v.BITS, "V_AXIS": v.VALUE_AXIS, "V_PARAMETERS": v.PARAMETERS, "v_level": v.level,
         "N_ROT": d if k.KEY_AXIS == "range" else 0, "NEOX": False,
+        "K_OUTLIERS": outliers[0], "K_PLACES": max(16, upto(outliers[0])),
+        "V_OUTLIERS": outliers[1], "V_PLACES": max(16, upto(outliers[1])),
     }  # fmt: skip
 
 
@@ -142,6 +146,6 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 if __name__ == "__main__":
     for spec in sys.argv[1:]:
-        what, pair, width, where = spec.split(":")
+        what, pair, width, where = spec.split("@")
         print(json.dumps(compiled(what, int(width), pair, where)), flush=True)
     sys.exit(os.EX_OK)

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="the GPU's compiler is not installed")
 
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 PAIRS = ("q8_0/q8_0", "q4_0/q4_0", "kivi2/kivi2", "kivi4/kivi2")
+FEW = ("q4_0/q4_0", "kivi2/q8_0")  # what every run compiles
 ENCODERS = ("q8_0/key", "q4_0/key", "q4_0/value", "kivi2/key", "kivi2/value")
 WEIGHTS = (
     "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k",
@@ -42,25 +43,25 @@ def compiled(specs, folder):
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_the_usual_pairs(target, tmp_path):
-    specs = [f"attend:{pair}:128:{target}" for pair in PAIRS]
-    found = compiled([*specs, f"prompt:q4_0/q4_0:128:{target}"], tmp_path)
+    found = compiled([f"attend@{pair}@128@{target}" for pair in FEW], tmp_path)
     if target == "sm_90":
         # codes of a page: 16 bytes at a time, by 128 threads; scales may be narrower
         assert all(each["wide_loads"] >= 16 for each in found)
 
 
-def test_the_usual_encoders(tmp_path):
-    compiled([f"encode:{name}:128:sm_90" for name in ENCODERS], tmp_path)
+def test_a_prompt_and_the_usual_encoders(tmp_path):
+    compiled(["prompt@q4_0/q4_0@64@sm_90"], tmp_path)
+    compiled([f"encode@{name}@128@sm_90" for name in ENCODERS], tmp_path)
 
 
 def test_products_with_every_weight_type(tmp_path):
-    compiled([f"matvec:{name}/1:0:sm_90" for name in WEIGHTS], tmp_path)
+    compiled([f"matvec@{name}/1@0@sm_90" for name in WEIGHTS], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
 def test_products_of_several_rows(target, tmp_path):
-    compiled([f"matvec:{name}/{n}:0:{target}" for name in WEIGHTS for n in (1, 4, 8)], tmp_path)
+    compiled([f"matvec@{name}/{n}@0@{target}" for name in WEIGHTS for n in (1, 4, 8)], tmp_path)
 
 
 @pytest.mark.slow
@@ -69,17 +70,24 @@ def test_products_of_several_rows(target, tmp_path):
 def test_every_encoder(target, d, tmp_path):
     coded = [t for t in cache_types() if t not in ("f16", "bf16", "f32")]
     sides = [f"{name}/{side}" for name in coded for side in ("key", "value")]
-    compiled([f"encode:{name}:{d}:{target}" for name in sides], tmp_path)
+    compiled([f"encode@{name}@{d}@{target}" for name in sides], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_every_format_on_either_side(target, tmp_path):
-    compiled([f"attend:{pair}:128:{target}" for pair in EVERY], tmp_path)
+    compiled([f"attend@{pair}@128@{target}" for pair in EVERY], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
 def test_the_usual_pairs_at_every_width(target, d, tmp_path):
-    compiled([f"attend:{pair}:{d}:{target}" for pair in PAIRS], tmp_path)
+    kinds = ("attend", "prompt")
+    compiled([f"{kind}@{pair}@{d}@{target}" for pair in PAIRS for kind in kinds], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_keys_that_are_turned_and_outliers(target, tmp_path):
+    compiled([f"attend@nuq4:outliers=1%/nuq4@{d}@{target}" for d in (64, 128)], tmp_path)

@@ -39,7 +39,7 @@ CASES = [
 
 def upto(n):
     """The next power of two."""
-    return 1 << (n - 1).bit_length()
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def numbers_of(name, side, d, n_kv, seed):
@@ -113,7 +113,8 @@ class Cache:
 
 def settings(types, d, operand, rope=None):
     """The kernel's compile-time parameters for formats and widths."""
-    k, v = (import_module(f"pykv.kernels.{t}_triton") for t in types)
+    k, v = (import_module(f"pykv.kernels.{t.partition(':')[0]}_triton") for t in types)
+    outliers = [getattr(find(t), "n_outliers", lambda d: 0)(d) for t in types]
     padded = (d + 31) // 32 * 32
     return {
         "D_K": d, "D_V": d, "WIDTH_K": upto(d), "WIDTH_V": upto(padded), "PAGE_K": d, "PAGE_V": d,
@@ -122,6 +123,8 @@ def settings(types, d, operand, rope=None):
         "K_BITS": k.BITS, "K_AXIS": k.KEY_AXIS, "K_PARAMETERS": k.PARAMETERS, "k_level": k.level,
         "V_BITS": v.BITS, "V_AXIS": v.VALUE_AXIS, "V_PARAMETERS": v.PARAMETERS, "v_level": v.level,
         "N_ROT": 0 if rope is None else rope.n_rot, "NEOX": rope is not None and rope.neox,
+        "K_OUTLIERS": outliers[0], "K_PLACES": max(16, upto(outliers[0])),
+        "V_OUTLIERS": outliers[1], "V_PLACES": max(16, upto(outliers[1])),
     }  # fmt: skip
 
 
@@ -132,7 +135,7 @@ def extras(cache, group):
         LayerShape(n_kv * group, n_kv, d, d), CacheFormats(*cache.types, "f16", "f16"),
         cache.numbers,
     )  # fmt: skip
-    modules = (import_module(f"pykv.kernels.{t}_triton") for t in cache.types)
+    modules = (import_module(f"pykv.kernels.{t.partition(':')[0]}_triton") for t in cache.types)
     tables = [
         np.resize(np.array(m.LEVELS, np.float32), (n_kv, 16)) if hasattr(m, "LEVELS") else extra
         for m, extra in zip(modules, (maps.extra_k, maps.extra_v), strict=True)
@@ -275,6 +278,8 @@ def test_prompts_see_what_each_query_sees(types, d, group, window):
     [
         (("nuq4", "nuq4"), 64, 64, True),
         (("nuq3", "q8_0"), 80, 32, False),
+        (("nuq4:outliers=1%", "nuq3:outliers=1%"), 64, 64, True),
+        (("nuq2:outliers=2%", "nuq4:outliers=1%"), 40, 16, False),
         (("kivi2", "f16"), 96, 64, True),
         (("f16", "kivi4"), 40, 40, False),
     ],

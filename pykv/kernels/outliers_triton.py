@@ -1,0 +1,82 @@
+"""Outliers of coded pages for the GPU, what they change in a tile; layout in formats/coded.py.
+
+Each stands in the place of a decoded value. Their differences become a tile as a product of two
+matrices that hold ones, and differences, where an outlier lies, which tl.dot takes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pykv.kernels.coded_triton import (
+    PAGE,
+    RANGES_AT,
+    RUN,
+    code_bytes_keys,
+    code_bytes_values,
+    half_at,
+    main_bits,
+)
+
+UNUSED = tl.constexpr(0xFFFF)
+
+
+@triton.jit
+def code_at(page, place, set_bytes, BITS: tl.constexpr):
+    """Codes at places in run order; the first set has `set_bytes` bytes."""
+    W: tl.constexpr = main_bits(BITS)
+    run, lane = place // RUN, place % RUN
+    byte = tl.load(page + run // (8 // W) * RUN + lane).to(tl.int32)
+    code = byte >> (run % (8 // W) * W) & ((1 << W) - 1)
+    if W != BITS:
+        top = tl.load(page + set_bytes + run // 8 * RUN + lane).to(tl.int32)
+        code |= (top >> run % 8 & 1) << W
+    return code
+
+
+@triton.jit
+def entries(address, N: tl.constexpr, PADDED: tl.constexpr):
+    """Places i32 [PADDED], values, and which are used; an unused one has place 0."""
+    i = tl.arange(0, PADDED)
+    place = tl.load(address.to(tl.pointer_type(tl.uint16)) + i, i < N, UNUSED).to(tl.int32)
+    used, value = place != UNUSED, half_at(address, N + i, i < N)
+    return tl.where(used, place, 0), value, used
+
+
+@triton.jit
+def of_keys(
+    page, extra, c, t, D: tl.constexpr, BITS: tl.constexpr, level: tl.constexpr,
+    N: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """f32 [C, T]: what to add to the keys of channels c and tokens t, before RoPE."""
+    place, value, used = entries(page + code_bytes_keys(D, BITS), N, PADDED)
+    channel, token = place // PAGE, place % PAGE
+    code = code_at(page, place, D * 8 * main_bits(BITS), BITS)
+    decoded = level(code, extra) * tl.load(extra + RANGES_AT + channel)
+    decoded += tl.load(extra + RANGES_AT + D + channel)
+    difference = tl.where(used, value - decoded, 0.0)
+    where = (c[:, None] == channel[None, :]).to(tl.float16)
+    what = tl.where(token[:, None] == t[None, :], difference[:, None], 0.0)
+    return tl.dot(where, what.to(tl.float16))
+
+
+@triton.jit
+def of_values(
+    page, extra, t, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    level: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """f32 [T, WIDTH / 2]: what to add to values of tokens t, of one half of each 32 channels."""
+    scales = page + code_bytes_values(D, BITS)
+    place, value, used = entries(scales + 4 * PAGE, N, PADDED)
+    channel, token = place // (32 * PAGE) * 32 + place % 32, place // 32 % PAGE
+    code = code_at(page, place, (D + 31) // 32 * 256 * main_bits(BITS), BITS)
+    decoded = level(code, extra) * half_at(scales, token, used) + half_at(
+        scales, PAGE + token, used
+    )
+    difference = tl.where(used, value - decoded, 0.0)
+    j = tl.arange(0, WIDTH // 2)
+    lane = j // 16 * 32 + half * 16 + j % 16
+    where = (t[:, None] == token[None, :]).to(tl.float16)
+    what = tl.where(channel[:, None] == lane[None, :], difference[:, None], 0.0)
+    return tl.dot(where, what.to(tl.float16))
