@@ -77,7 +77,7 @@ def test_turns_are_those_of_offsets_and_of_first_positions(neox):
     """A page's first angle and an offset's add up to the token's; the magnitude counts once."""
     rope = Rope(neox, 10.0 ** -np.arange(3), 1.7)
     turns = Turns(rope, 5, 4)
-    cos, sin, first_cos, first_sin = turns._kept
+    cos, sin, first_cos, first_sin = turns.tables
     assert cos.shape == sin.shape == (3, 64)
     assert first_cos.shape == first_sin.shape == (4, 3)
     for entry, start in enumerate((0, 5, 69, 133)):
@@ -85,7 +85,7 @@ def test_turns_are_those_of_offsets_and_of_first_positions(neox):
         exact = 1.7 * np.exp(1j * np.outer(rope.inv_freq, start + np.arange(64)))
         # four rounded numbers of at most 1.7, each within half an ulp
         assert np.abs(z - exact).max() <= 1.7 * 4 * 2.0**-24 * 2
-    assert turns.words[:4].tolist() == [t.ctypes.data for t in turns._kept]
+    assert turns.words[:4].tolist() == [t.ctypes.data for t in turns.tables]
     # pairs, the distance within a pair, the distance between pairs
     assert turns.words[4:7].tolist() == ([3, 3, 1] if neox else [3, 1, 2])
 

@@ -76,7 +76,7 @@ class TestInterruptions:
         model, chat = talk
         before = chat.messages, model.store.nbytes
         with pytest.raises(
-            CacheFullError, match=r"of the context's 200 are free; raise --ctx-size"
+            CacheFullError, match=r"of the context's 200 are free; raise ctx_size"
         ):
             next(chat.send("x" * 200))
         assert (chat.messages, model.store.nbytes) == before
