@@ -209,11 +209,12 @@ class Sampler:
         s = self.settings
         changed = self._changes(x)
         if s.temperature <= 0:
-            if changed[0].size == 0:
-                best = x.argmax()
-                _check_maximum(float(x[best]))
-                return np.array([best], np.int64), np.ones(1)
-            return _top(x, 1, changed)[0], np.ones(1)
+            best = x.argmax()
+            _check_maximum(float(x[best]))
+            # an unchanged logit above all changed ones
+            if changed[0].size and (changed[1].max() >= x[best] or best in changed[0]):
+                return _top(x, 1, changed)[0], np.ones(1)
+            return np.array([best], np.int64), np.ones(1)
         if s.top_k <= 0 and s.typical_p >= 1:
             ids, values = self._untruncated(_applied(x, changed))
         else:

@@ -171,8 +171,16 @@ class Generation:
         self.text = ""
         self.tokens: list[int] = []
         self.prompt_read = self.stopped_by_text = False
-        self.stats = Stats(seed=sampler.seed, **model.facts())
+        self._stats = Stats(seed=sampler.seed, **model.facts())
         self._finish = None
+
+    @property
+    def stats(self) -> Stats:
+        """What it took so far."""
+        return replace(
+            self._stats, generated_tokens=len(self.tokens),
+            generated_seconds=max(self._spent - self._stats.prompt_seconds, 0.0),
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -190,10 +198,6 @@ class Generation:
             raise
         finally:
             self._spent += time.perf_counter() - began
-            self.stats = replace(
-                self.stats, generated_tokens=len(self.tokens),
-                generated_seconds=self._spent - self.stats.prompt_seconds,
-            )  # fmt: skip
         if self._finish is not None:
             self._conclude()
         if not piece:
@@ -250,9 +254,9 @@ class Generation:
         self._sampler.accept([*self.session.tokens, *prompt])
         cached = len(self.session)
         n = cached + len(prompt)
-        self.stats = replace(self.stats, prompt_tokens=n, cached_tokens=cached)
+        self._stats = replace(self._stats, prompt_tokens=n, cached_tokens=cached)
         logits = self.session.read(prompt, lambda: self._cancelled)
-        self.stats = replace(self.stats, prompt_seconds=time.perf_counter() - began)
+        self._stats = replace(self._stats, prompt_seconds=time.perf_counter() - began)
         return logits
 
     def _ended(self, finish: Finish) -> str:
@@ -265,7 +269,7 @@ class Generation:
         on_end, self._on_end = self._on_end, None
         if not self._model.closed:
             facts: dict[str, Any] = self._model.run_facts()
-            self.stats = replace(self.stats, finish=self._finish, **facts)
+            self._stats = replace(self._stats, finish=self._finish, **facts)
             if on_end is not None:
                 on_end(self)
             elif self.session is not None:

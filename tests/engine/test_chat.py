@@ -31,7 +31,7 @@ class TestTurns:
         assert chat.messages == [
             {"role": "system", "content": "Be brief."}, user("Hello"), assistant(small.RECITED),
         ]  # fmt: skip
-        assert chat.stats is generation.stats
+        assert chat.stats == generation.stats
         assert chat.stats.finish == "stop"
 
     @pytest.mark.parametrize("template", [None, NO_SYSTEM, TRIMMING, DEFAULT_SYSTEM])
