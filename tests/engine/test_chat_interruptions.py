@@ -75,9 +75,7 @@ class TestInterruptions:
     def test_a_message_that_does_not_fit(self, talk):
         model, chat = talk
         before = chat.messages, model.store.nbytes
-        with pytest.raises(
-            CacheFullError, match=r"of the context's 200 are free; raise ctx_size"
-        ):
+        with pytest.raises(CacheFullError, match=r"of the context's 200 are free; raise ctx_size"):
             next(chat.send("x" * 200))
         assert (chat.messages, model.store.nbytes) == before
         messages = [*before[0], user("two")]
