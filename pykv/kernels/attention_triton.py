@@ -15,23 +15,12 @@ import triton.language as tl
 
 from pykv.kernels import outliers_triton
 from pykv.kernels.coded_triton import key_bytes, key_plane, planes, value_plane
-from pykv.kernels.plain_triton import key_tile, value_tile
+from pykv.kernels.plain_triton import PAGE, key_tile, page_at, value_tile
 from pykv.kernels.position_triton import partner, turn
 
-PAGE = tl.constexpr(64)
 CHUNK = tl.constexpr(8)  # table entries
 MASKED = tl.constexpr(-1.0e30)
-ALIGN = tl.constexpr(64)  # bytes
 RECORD = tl.constexpr(16)  # int64 of a record
-
-
-@triton.jit
-def page_at(pool, entry):
-    """The page of a table's entry, which is its place in the pool in units of ALIGN bytes.
-
-    So the compiler sees that it is aligned, and loads 16 bytes at a time.
-    """
-    return pool + tl.load(entry) * ALIGN
 
 
 @triton.jit
@@ -51,6 +40,41 @@ def absorb(s, seen, v0, v1, m, total, acc0, acc1, OPERAND: tl.constexpr):
 def visible(at, position, low):
     """Which of the positions `at` [T] each line sees, [LINES, T]."""
     return (at[None, :] >= low[:, None]) & (at[None, :] <= position[:, None])
+
+
+@triton.jit
+def page_keys(
+    raw, page, extra, c, plane: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+    AXIS: tl.constexpr, PARAMETERS: tl.constexpr, level: tl.constexpr, N: tl.constexpr,
+    PLACES: tl.constexpr,
+):  # fmt: skip
+    """Keys [C, T] of a plane of an encoded page, its N outliers among them, and their tokens."""
+    k, t = key_plane(raw, page, extra, c, plane, D, BITS, AXIS, PARAMETERS, level)
+    if N > 0:
+        k += outliers_triton.of_keys(page, extra, c, t, D, BITS, level, N, PLACES)
+    return k, t
+
+
+@triton.jit
+def page_values(
+    page, t, extra, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    AXIS: tl.constexpr, PARAMETERS: tl.constexpr, level: tl.constexpr, N: tl.constexpr,
+    PLACES: tl.constexpr,
+):  # fmt: skip
+    """Values [T, WIDTH / 2] of an encoded page's tokens t, its N outliers among them."""
+    v = value_plane(page, t, extra, half, D, WIDTH, BITS, AXIS, PARAMETERS, level)
+    if N > 0:
+        v += outliers_triton.of_values(page, extra, t, half, D, WIDTH, BITS, level, N, PLACES)
+    return v
+
+
+@triton.jit
+def tables(record, h):
+    """Of a record and a KV head: both tables, and the tokens that are sinks and pages encoded."""
+    first = h * tl.load(record + 2)
+    keys = tl.load(record).to(tl.pointer_type(tl.int64)) + first
+    values = tl.load(record + 1).to(tl.pointer_type(tl.int64)) + first
+    return keys, values, tl.load(record + 3), tl.load(record + 4)
 
 
 @triton.jit
@@ -81,46 +105,31 @@ def walk(
         for e in range(tl.maximum(first, 1), tl.minimum(last, encoded) + 1):
             k_page, v_page = page_at(pool, keys + e), page_at(pool, values + e)
             raw = key_bytes(k_page, c, PAGE_K, K_BITS)
+            if N_ROT > 0:
+                raw_others = key_bytes(k_page, other, PAGE_K, K_BITS)
             for plane in tl.static_range(planes(K_BITS)):
-                k, t = key_plane(
-                    raw, k_page, k_extra, c, plane, PAGE_K, K_BITS, K_AXIS, K_PARAMETERS, k_level
-                )
-                if K_OUTLIERS > 0:
-                    k += outliers_triton.of_keys(
-                        k_page, k_extra, c, t, PAGE_K, K_BITS, k_level, K_OUTLIERS, K_PLACES
-                    )
+                k, t = page_keys(
+                    raw, k_page, k_extra, c, plane, PAGE_K, K_BITS, K_AXIS, K_PARAMETERS, k_level,
+                    K_OUTLIERS, K_PLACES,
+                )  # fmt: skip
                 if N_ROT > 0:
-                    others, _ = key_plane(
-                        key_bytes(k_page, other, PAGE_K, K_BITS), k_page, k_extra, other, plane,
-                        PAGE_K, K_BITS, K_AXIS, K_PARAMETERS, k_level,
+                    others, _ = page_keys(
+                        raw_others, k_page, k_extra, other, plane, PAGE_K, K_BITS, K_AXIS,
+                        K_PARAMETERS, k_level, K_OUTLIERS, K_PLACES,
                     )  # fmt: skip
-                    if K_OUTLIERS > 0:
-                        others += outliers_triton.of_keys(
-                            k_page, k_extra, other, t, PAGE_K, K_BITS, k_level,
-                            K_OUTLIERS, K_PLACES,
-                        )  # fmt: skip
                     k = turn(
                         k, others, c, t, e, offset_cos, offset_sin, start_cos, start_sin,
                         N_ROT, NEOX,
                     )  # fmt: skip
                 s = tl.dot(page_query, k.to(OPERAND), input_precision="ieee")
-                v0 = value_plane(
-                    v_page, t, v_extra, 0, PAGE_V, PAGE_WIDTH_V,
-                    V_BITS, V_AXIS, V_PARAMETERS, v_level,
+                v0 = page_values(
+                    v_page, t, v_extra, 0, PAGE_V, PAGE_WIDTH_V, V_BITS, V_AXIS, V_PARAMETERS,
+                    v_level, V_OUTLIERS, V_PLACES,
                 )  # fmt: skip
-                v1 = value_plane(
-                    v_page, t, v_extra, 1, PAGE_V, PAGE_WIDTH_V,
-                    V_BITS, V_AXIS, V_PARAMETERS, v_level,
+                v1 = page_values(
+                    v_page, t, v_extra, 1, PAGE_V, PAGE_WIDTH_V, V_BITS, V_AXIS, V_PARAMETERS,
+                    v_level, V_OUTLIERS, V_PLACES,
                 )  # fmt: skip
-                if V_OUTLIERS > 0:
-                    v0 += outliers_triton.of_values(
-                        v_page, v_extra, t, 0, PAGE_V, PAGE_WIDTH_V, V_BITS, v_level,
-                        V_OUTLIERS, V_PLACES,
-                    )  # fmt: skip
-                    v1 += outliers_triton.of_values(
-                        v_page, v_extra, t, 1, PAGE_V, PAGE_WIDTH_V, V_BITS, v_level,
-                        V_OUTLIERS, V_PLACES,
-                    )  # fmt: skip
                 seen = visible(t + (sinks + (e - 1) * PAGE), position, low)
                 m, total, acc0, acc1 = absorb(
                     s, seen, v0.to(OPERAND), v1.to(OPERAND), m, total, acc0, acc1, OPERAND
@@ -165,6 +174,12 @@ def entry_of(position, sinks):
 
 
 @triton.jit
+def first_entry(low, sinks):
+    """The first table entry that positions from `low` on lie in; entry 0 is empty without sinks."""
+    return tl.maximum(entry_of(low, sinks), tl.where(sinks == 0, 1, 0))
+
+
+@triton.jit
 def load_query(q, line, real, scale, D: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr):
     """Queries [LINES, WIDTH] of D channels, scaled; zeros where a line is not real."""
     c = tl.arange(0, WIDTH)[None, :]
@@ -197,17 +212,13 @@ def attend_rows(
     i, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     number = tl.load(rows + i).to(tl.int64)
     record = records + number * RECORD
-    capacity = tl.load(record + 2)
-    keys = tl.load(record).to(tl.pointer_type(tl.int64)) + h * capacity
-    values = tl.load(record + 1).to(tl.pointer_type(tl.int64)) + h * capacity
-    sinks, encoded = tl.load(record + 3), tl.load(record + 4)
+    keys, values, sinks, encoded = tables(record, h)
     position, low = tl.load(record + 5), tl.load(record + 6)
     g, heads = tl.arange(0, TILE), n_kv * GROUP
     real, line = g < GROUP, number * heads + h * GROUP + g
     query = load_query(q, line, real, scale, D_K, WIDTH_K, OPERAND)
     page_query = load_query(q_pages, line, real, scale, PAGE_K, PAGE_WIDTH_K, OPERAND)
-    begin, final = entry_of(low, sinks), entry_of(position, sinks)
-    begin = tl.where(sinks == 0, tl.maximum(begin, 1), begin)
+    begin, final = first_entry(low, sinks), entry_of(position, sinks)
     WIDTH: tl.constexpr = (D_V + 31) // 32 * 32
     SIZE: tl.constexpr = WIDTH + ((PAGE_V + 31) // 32 * 32 if MAPPED else 0)
     for chunk in range(split, chunks, SPLITS):
@@ -254,10 +265,8 @@ def attend_prompt(
     heads, PAGE_V] is the pages' part, to be mapped back and added.
     """
     block, h = tl.program_id(0), tl.program_id(1)
-    capacity, sinks = tl.load(records + 2), tl.load(records + 3)
-    keys = tl.load(records).to(tl.pointer_type(tl.int64)) + h * capacity
-    values = tl.load(records + 1).to(tl.pointer_type(tl.int64)) + h * capacity
-    encoded, start = tl.load(records + 4), tl.load(records + 5)
+    keys, values, sinks, encoded = tables(records, h)
+    start = tl.load(records + 5)
     n = tl.arange(0, LINES)
     index, g = block * QUERIES + n // GROUP, n % GROUP
     real = (n < QUERIES * GROUP) & (index < n_queries)
@@ -267,8 +276,7 @@ def attend_prompt(
     line = (index.to(tl.int64) * n_kv + h) * GROUP + g
     query = load_query(q, line, real, scale, D_K, WIDTH_K, OPERAND)
     page_query = load_query(q_pages, line, real, scale, PAGE_K, PAGE_WIDTH_K, OPERAND)
-    first, last = entry_of(tl.min(low, 0), sinks), entry_of(tl.max(position, 0), sinks)
-    first = tl.where(sinks == 0, tl.maximum(first, 1), first)
+    first, last = first_entry(tl.min(low, 0), sinks), entry_of(tl.max(position, 0), sinks)
     m, total, acc0, acc1, b0, b1 = walk(
         pool, keys, values, first, last, sinks, encoded, query, page_query, position, low,
         extra_k + h * extra_k_stride, extra_v + h * extra_v_stride,

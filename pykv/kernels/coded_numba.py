@@ -312,12 +312,10 @@ def cache_functions(
     def make(template: Any, **more: Any) -> Any:
         return bind(template, f"{name}{template.__name__}", **more)
 
-    # bytes of parameters for 64 tokens of a channel
-    more = {"block": 4 * parameters, "channel": 4 * parameters}.get(key_axis, 0)
     keys, values = AXES[key_axis], AXES[value_axis]
     names: dict[str, Any] = {
         "BITS": bits,
-        "STEP": 8 * bits + more,
+        "STEP": 8 * bits + (4 * parameters if key_axis in ("block", "channel") else 0),
         "PARAMETERS": parameters,
         "KEY_AXIS": keys,
         "VALUE_AXIS": values,

@@ -16,9 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pykv.kernels.plain_triton import key_tile, value_tile
+from pykv.kernels.plain_triton import PAGE, key_tile, value_tile
 
-PAGE = tl.constexpr(64)
 RUN = tl.constexpr(16)
 RANGES_AT = tl.constexpr(32)  # f32 of `extra` before the ranges of key channels
 

@@ -1,8 +1,8 @@
 """Encoding full tail pages on the GPU: layout in formats/coded.py, bytes those of its codecs.
 
 A format gives, beside what coded_triton.py asks for,
-    fit(x, real, extra, n, AXIS) -> scale, minimum, inverse    along AXIS of x, kept as 1
-    code(x, scale, minimum, inverse, extra) -> i32
+    fit(x, real, extra, n, BITS, AXIS) -> scale, minimum, inverse    along AXIS of x, kept as 1
+    code(x, scale, minimum, inverse, extra, BITS) -> i32
 where `real` says which of the values exist and n how many a group of theirs has. `inverse` is
 whatever else codes are made with. Compile with `enable_fp_fusion=False`: a product and a sum that
 are rounded once choose other codes.
@@ -19,7 +19,7 @@ from pykv.kernels.coded_triton import (
     code_bytes_values,
     main_bits,
 )
-from pykv.kernels.plain_triton import PAGE
+from pykv.kernels.plain_triton import ALIGN, PAGE, page_at
 
 BLOCK = tl.constexpr(32)
 MOST = tl.constexpr(65504.0)  # of a float16
@@ -147,7 +147,7 @@ def encode_keys(
         y = tl.reshape(x, (WIDTH, 2, BLOCK))
         c, group = tl.arange(0, WIDTH)[:, None, None], tl.arange(0, 2)[None, :, None]
         real = (c < D) & (group + tl.arange(0, BLOCK)[None, None, :] >= 0)
-        s, m, inverse = fit(y, real, extra, BLOCK, 2)
+        s, m, inverse = fit(y, real, extra, BLOCK, BITS, 2)
         place = tl.where(c < D, group * D + c, 2 * D)
         COUNT: tl.constexpr = 2 * D
     else:
@@ -163,13 +163,13 @@ def encode_keys(
             m = tl.load(extra + RANGES_AT + D + c, c < D, 0.0)
             inverse = s
         else:
-            s, m, inverse = fit(y, real, extra, BLOCK if AXIS == "block" else D, 1)
+            s, m, inverse = fit(y, real, extra, BLOCK if AXIS == "block" else D, BITS, 1)
         place = block * PAGE + t
     if PARAMETERS > 0 and AXIS != "range":
         put_halves(scales, place, s, place < COUNT)
     if PARAMETERS == 2 and AXIS != "range":
         put_halves(scales + COUNT * 2, place, m, place < COUNT)
-    codes = code(y, s, m, inverse, extra)
+    codes = code(y, s, m, inverse, extra, BITS)
     codes = tl.where(real, codes, 0)
     put_codes(page, codes, WIDTH * 4, BITS, D * 4)
 
@@ -186,14 +186,14 @@ def encode_values(
     real = (block * 32 + lane < D) & (t >= 0)
     COUNT: tl.constexpr = (D + 31) // 32 * PAGE if AXIS == "block" else PAGE
     if AXIS == "block":
-        s, m, inverse = fit(x, real, extra, BLOCK, 2)
-        codes, place = code(x, s, m, inverse, extra), block * PAGE + t
+        s, m, inverse = fit(x, real, extra, BLOCK, BITS, 2)
+        codes, place = code(x, s, m, inverse, extra, BITS), block * PAGE + t
     else:
         # a token's channels lie along the first axis and the last: bring them together
         y = tl.reshape(tl.permute(x, (1, 0, 2)), (1, PAGE, BLOCKS * BLOCK))
         c = tl.arange(0, BLOCKS * BLOCK)[None, None, :]
-        s, m, inverse = fit(y, (c < D) & (t >= 0), extra, D, 2)
-        codes, place = code(y, s, m, inverse, extra), t
+        s, m, inverse = fit(y, (c < D) & (t >= 0), extra, D, BITS, 2)
+        codes, place = code(y, s, m, inverse, extra, BITS), t
         codes = tl.permute(tl.reshape(codes, (PAGE, BLOCKS, BLOCK)), (1, 0, 2))
     if PARAMETERS > 0:
         put_halves(scales, place, s, place < COUNT)
@@ -218,7 +218,7 @@ def encode_pages(
     i = tl.program_id(0)
     entry = tl.load(moves + i * 2).to(tl.pointer_type(tl.int64))
     place, of_head = tl.load(moves + i * 2 + 1), extra + i % heads * extra_stride
-    tail, page = (pool + tl.load(entry) * 64).to(tl.pointer_type(TAIL)), pool + place * 64
+    tail, page = page_at(pool, entry).to(tl.pointer_type(TAIL)), pool + place * ALIGN
     if KEYS:
         c, t = tl.arange(0, WIDTH)[:, None], tl.arange(0, PAGE)[None, :]
         x = tl.load(tail + c * PAGE + t, (c < D) & (t >= 0), 0.0).to(tl.float32)

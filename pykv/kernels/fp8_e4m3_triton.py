@@ -17,22 +17,28 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
     """The head's own scale."""
     scale = tl.load(extra) + tl.zeros_like(tl.sum(x, AXIS, keep_dims=True))
     return scale, scale, scale
 
 
 @triton.jit
-def code(x, scale, minimum, inverse, extra):
-    """The nearest float8 of x / scale, of two the even one; too large ones become the largest."""
-    bits = tl.div_rn(x, scale + tl.zeros_like(x)).to(tl.int32, bitcast=True)
+def nearest_float8(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """The nearest float8 of y, of two the even one; too large ones become the largest."""
+    bits = y.to(tl.int32, bitcast=True)
     sign, size = bits >> 31 & 1, bits & 0x7FFFFFFF
     exponent = (size >> 23) - 127
     mantissa = size & 0x7FFFFF | 0x800000  # in units of 2 ** (exponent - 23)
     # bits that fall off: more of them below the smallest normal number
-    drop = tl.minimum(20 + tl.maximum(-6 - exponent, 0), 26)
+    drop = tl.minimum(23 - MANTISSA + tl.maximum(1 - BIAS - exponent, 0), 26)
     kept, rest, middle = mantissa >> drop, mantissa & ((1 << drop) - 1), 1 << (drop - 1)
     kept += ((rest > middle) | ((rest == middle) & (kept & 1 == 1))).to(tl.int32)
-    found = tl.minimum(tl.maximum(exponent + 6, 0) * 8 + kept, 126)
+    found = tl.minimum(tl.maximum(exponent + (BIAS - 1), 0) * (1 << MANTISSA) + kept, LARGEST)
     return tl.where(drop < 26, found, 0) | sign << 7
+
+
+@triton.jit
+def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
+    """The nearest float8 of x / scale."""
+    return nearest_float8(tl.div_rn(x, scale + tl.zeros_like(x)), 3, 7, 0x7E)

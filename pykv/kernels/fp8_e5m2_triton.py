@@ -5,7 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pykv.kernels.fp8_e4m3_triton import fit, nearest_float8
+
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 8, "head", "head", 0
+__all__ = ["fit"]
 
 
 @triton.jit
@@ -15,22 +18,6 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, AXIS: tl.constexpr):
-    """The head's own scale."""
-    scale = tl.load(extra) + tl.zeros_like(tl.sum(x, AXIS, keep_dims=True))
-    return scale, scale, scale
-
-
-@triton.jit
-def code(x, scale, minimum, inverse, extra):
-    """The nearest float8 of x / scale, of two the even one; too large ones become the largest."""
-    bits = tl.div_rn(x, scale + tl.zeros_like(x)).to(tl.int32, bitcast=True)
-    sign, size = bits >> 31 & 1, bits & 0x7FFFFFFF
-    exponent = (size >> 23) - 127
-    mantissa = size & 0x7FFFFF | 0x800000  # in units of 2 ** (exponent - 23)
-    # bits that fall off: more of them below the smallest normal number
-    drop = tl.minimum(21 + tl.maximum(-14 - exponent, 0), 26)
-    kept, rest, middle = mantissa >> drop, mantissa & ((1 << drop) - 1), 1 << (drop - 1)
-    kept += ((rest > middle) | ((rest == middle) & (kept & 1 == 1))).to(tl.int32)
-    found = tl.minimum(tl.maximum(exponent + 14, 0) * 4 + kept, 123)
-    return tl.where(drop < 26, found, 0) | sign << 7
+def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
+    """The nearest float8 of x / scale."""
+    return nearest_float8(tl.div_rn(x, scale + tl.zeros_like(x)), 2, 15, 0x7B)

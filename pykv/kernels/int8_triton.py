@@ -17,7 +17,7 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
     """The largest magnitude over 127, rounded."""
     top = largest(tl.abs(x), real, AXIS)
     scale = half(tl.div_rn(top, tl.full(top.shape, 127.0, tl.float32)))
@@ -25,7 +25,7 @@ def fit(x, real, extra, n, AXIS: tl.constexpr):
 
 
 @triton.jit
-def code(x, scale, minimum, inverse, extra):
+def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """Halves to even."""
     y = rounded(tl.minimum(tl.maximum(ratio(x, scale), -128.0), 128.0))
     return tl.minimum(tl.maximum(y, -127.0), 127.0).to(tl.int32) & 255

@@ -22,7 +22,7 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
     """The scale that fits the nearest steps of a first one best."""
     x = tl.where(real, x, 0.0)
     value = extreme(x, real, AXIS)
@@ -40,7 +40,7 @@ def fit(x, real, extra, n, AXIS: tl.constexpr):
 
 
 @triton.jit
-def code(x, scale, minimum, inverse, extra):
+def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """The first scale's nearest steps; 0 where values are tiny, which stands for `minimum`."""
     return tl.where(minimum > 0, 0, nearest(x * inverse, extra, 16))
 

@@ -1,33 +1,8 @@
-"""kivi3 cache pages for the GPU: layout in formats/coded.py, the functions in coded_triton.py."""
+"""kivi3 cache pages for the GPU: as kivi4_triton.py, with codes of 3 bits."""
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
-from pykv.kernels.encode_triton import half, largest, least, ratio, rounded
+from pykv.kernels.kivi4_triton import code, fit, level
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 3, "channel", "block", 2
-
-
-@triton.jit
-def level(code, extra):
-    """The code."""
-    return code.to(tl.float32)
-
-
-@triton.jit
-def fit(x, real, extra, n, AXIS: tl.constexpr):
-    """The group's minimum and a share of its range, both rounded."""
-    low = least(x, real, AXIS)
-    minimum = half(low)
-    span = largest(x, real, AXIS) - minimum
-    scale = half(tl.div_rn(span, tl.full(span.shape, 7.0, tl.float32)))
-    return scale, minimum, scale
-
-
-@triton.jit
-def code(x, scale, minimum, inverse, extra):
-    """Halves to even."""
-    y = rounded(tl.minimum(tl.maximum(ratio(x - minimum, scale), -1.0), 8.0))
-    return tl.minimum(tl.maximum(y, 0.0), 7.0).to(tl.int32)
+__all__ = ["code", "fit", "level"]

@@ -17,17 +17,19 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
     """The group's minimum and a share of its range, both rounded."""
     low = least(x, real, AXIS)
     minimum = half(low)
     span = largest(x, real, AXIS) - minimum
-    scale = half(tl.div_rn(span, tl.full(span.shape, 15.0, tl.float32)))
+    scale = half(tl.div_rn(span, tl.full(span.shape, (1 << BITS) - 1, tl.float32)))
     return scale, minimum, scale
 
 
 @triton.jit
-def code(x, scale, minimum, inverse, extra):
+def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """Halves to even."""
-    y = rounded(tl.minimum(tl.maximum(ratio(x - minimum, scale), -1.0), 16.0))
-    return tl.minimum(tl.maximum(y, 0.0), 15.0).to(tl.int32)
+    MOST: tl.constexpr = (1 << BITS) - 1
+    # a little beyond both ends first: `rounded` takes no large numbers
+    y = rounded(tl.minimum(tl.maximum(ratio(x - minimum, scale), -1.0), MOST + 1.0))
+    return tl.minimum(tl.maximum(y, 0.0), MOST * 1.0).to(tl.int32)

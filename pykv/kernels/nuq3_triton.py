@@ -1,31 +1,8 @@
-"""nuq3 cache pages for the GPU: layout in formats/nuq3.py, the functions in coded_triton.py."""
+"""nuq3 cache pages for the GPU: as nuq4_triton.py, with codes of 3 bits."""
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
-from pykv.kernels.encode_triton import half, largest, least, nearest, ratio
+from pykv.kernels.nuq4_triton import code, fit, level
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 3, "range", "token", 2
-
-
-@triton.jit
-def level(code, extra):
-    """The layer's level."""
-    return tl.load(extra + code)
-
-
-@triton.jit
-def fit(x, real, extra, n, AXIS: tl.constexpr):
-    """A token's own range: half its width, and its centre."""
-    low, high = least(x, real, AXIS), largest(x, real, AXIS)
-    centre = half(low / 2 + high / 2)
-    scale = half(tl.maximum(high - centre, centre - low))
-    return scale, centre, scale
-
-
-@triton.jit
-def code(x, scale, minimum, inverse, extra):
-    """The level nearest to the value's place in its range."""
-    return nearest(ratio(x - minimum, scale), extra, 8)
+__all__ = ["code", "fit", "level"]

@@ -17,7 +17,7 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
     """A token's own range: half its width, and its centre."""
     low, high = least(x, real, AXIS), largest(x, real, AXIS)
     centre = half(low / 2 + high / 2)
@@ -26,6 +26,6 @@ def fit(x, real, extra, n, AXIS: tl.constexpr):
 
 
 @triton.jit
-def code(x, scale, minimum, inverse, extra):
+def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """The level nearest to the value's place in its range."""
-    return nearest(ratio(x - minimum, scale), extra, 16)
+    return nearest(ratio(x - minimum, scale), extra, 1 << BITS)

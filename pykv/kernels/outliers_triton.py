@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from pykv.kernels.coded_triton import (
-    PAGE,
     RANGES_AT,
     RUN,
     code_bytes_keys,
@@ -18,6 +17,7 @@ from pykv.kernels.coded_triton import (
     half_at,
     main_bits,
 )
+from pykv.kernels.plain_triton import PAGE
 
 UNUSED = tl.constexpr(0xFFFF)
 

@@ -9,6 +9,16 @@ import triton
 import triton.language as tl
 
 PAGE = tl.constexpr(64)
+ALIGN = tl.constexpr(64)  # bytes that pages begin at multiples of
+
+
+@triton.jit
+def page_at(pool, entry):
+    """The page of a table's entry, which is its place in the pool in units of ALIGN bytes.
+
+    So the compiler sees that it is aligned, and loads 16 bytes at a time.
+    """
+    return pool + tl.load(entry) * ALIGN
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PAGE = tl.constexpr(64)
+from pykv.kernels.plain_triton import PAGE
 
 
 @triton.jit

@@ -19,16 +19,17 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
     """The value of largest magnitude gets code 0."""
-    scale = extreme(x, real, AXIS) * (-1 / 8)
+    scale = extreme(x, real, AXIS) * (-2 / (1 << BITS))
     return scale, scale, reciprocal(scale)
 
 
 @triton.jit
-def code(x, scale, minimum, inverse, extra):
+def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """From the scale before it was rounded."""
-    return tl.minimum(x * inverse + 8.5, 15.0).to(tl.int32)
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    return tl.minimum(x * inverse + (HALF + 0.5), 2.0 * HALF - 1).to(tl.int32)
 
 
 @triton.jit

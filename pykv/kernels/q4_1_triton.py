@@ -19,17 +19,18 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
     """The block's minimum and a share of its range."""
     minimum = least(x, real, AXIS)
-    scale = tl.div_rn(largest(x, real, AXIS) - minimum, tl.full(minimum.shape, 15.0, tl.float32))
+    span = largest(x, real, AXIS) - minimum
+    scale = tl.div_rn(span, tl.full(span.shape, (1 << BITS) - 1, tl.float32))
     return scale, minimum, reciprocal(scale)
 
 
 @triton.jit
-def code(x, scale, minimum, inverse, extra):
+def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """From scale and minimum before they were rounded."""
-    return tl.minimum((x - minimum) * inverse + 0.5, 15.0).to(tl.int32)
+    return tl.minimum((x - minimum) * inverse + 0.5, ((1 << BITS) - 1) * 1.0).to(tl.int32)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
     """The largest magnitude over 127."""
     top = largest(tl.abs(x), real, AXIS)
     scale = tl.div_rn(top, tl.full(top.shape, 127.0, tl.float32))
@@ -27,7 +27,7 @@ def fit(x, real, extra, n, AXIS: tl.constexpr):
 
 
 @triton.jit
-def code(x, scale, minimum, inverse, extra):
+def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """Halves away from zero, from the scale before it was rounded."""
     scaled = x * inverse
     whole = scaled.to(tl.int32)

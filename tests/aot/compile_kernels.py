@@ -12,21 +12,18 @@ import re
 import subprocess
 import sys
 import tempfile
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pykv.formats.coded import find
-from pykv.kernels import matvec_triton
+from pykv.kernels import launch_triton, matvec_triton
 from pykv.kernels.attention_triton import attend_prompt, attend_rows
 from pykv.kernels.encode_triton import encode_pages
 
-GROUP, TILE, SPLITS = 4, 16, 16
+GROUP, SPLITS, QUERIES = 4, 16, 16
 POINTERS = {
     "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64", "w": "*u8",
     **dict.fromkeys(
@@ -40,27 +37,10 @@ WIDE = re.compile(
 )
 
 
-def upto(n: int) -> int:
-    """The next power of two."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def constants(key: str, value: str, d: int) -> dict[str, object]:
-    """The compile-time parameters."""
-    k, v = (import_module(f"pykv.kernels.{name.partition(':')[0]}_triton") for name in (key, value))
-    outliers = [getattr(find(name), "n_outliers", lambda d: 0)(d) for name in (key, value)]
-    padded = (d + 31) // 32 * 32
-    return {
-        "GROUP": GROUP, "TILE": TILE, "SPLITS": SPLITS, "D_K": d, "D_V": d, "WIDTH_K": upto(d),
-        "WIDTH_V": upto(padded), "PAGE_K": d, "PAGE_V": d, "PAGE_WIDTH_K": upto(d),
-        "PAGE_WIDTH_V": upto(padded), "MAPPED": False, "ENCODED": (key, value) != ("f16", "f16"),
-        "OPERAND": tl.float16, "TAIL_K": tl.float16, "TAIL_V": tl.float16,
-        "K_BITS": k.BITS, "K_AXIS": k.KEY_AXIS, "K_PARAMETERS": k.PARAMETERS, "k_level": k.level,
-        "V_BITS": v.BITS, "V_AXIS": v.VALUE_AXIS, "V_PARAMETERS": v.PARAMETERS, "v_level": v.level,
-        "N_ROT": d if k.KEY_AXIS == "range" else 0, "NEOX": False,
-        "K_OUTLIERS": outliers[0], "K_PLACES": max(16, upto(outliers[0])),
-        "V_OUTLIERS": outliers[1], "V_PLACES": max(16, upto(outliers[1])),
-    }  # fmt: skip
+def attention(key: str, value: str, d: int) -> dict[str, Any]:
+    """Compile-time parameters; keys that nuq encodes are turned where they are read."""
+    turned = d if launch_triton.module(key).KEY_AXIS == "range" else 0
+    return launch_triton.attention((key, value), (d, d), n_rot=turned)
 
 
 def target_of(name: str) -> GPUTarget:
@@ -70,36 +50,25 @@ def target_of(name: str) -> GPUTarget:
 
 def attend(key: str, value: str, d: int, target: str) -> Any:
     """The decode kernel for a pair of types."""
+    counts = {"GROUP": GROUP, "TILE": launch_triton.LEAST_DOT, "SPLITS": SPLITS}
     # attention may fuse a product and a sum; encoders may not
-    return made(attend_rows, constants(key, value, d), target, True)
+    return made(attend_rows, attention(key, value, d) | counts, target, True)
 
 
 def prompt(key: str, value: str, d: int, target: str) -> Any:
     """The prompt kernel for a pair of types."""
-    fixed = {k: v for k, v in constants(key, value, d).items() if k not in ("TILE", "SPLITS")}
-    return made(attend_prompt, fixed | {"QUERIES": 16, "LINES": 16 * GROUP}, target, True)
+    counts = {"GROUP": GROUP, "QUERIES": QUERIES, "LINES": QUERIES * GROUP}
+    return made(attend_prompt, attention(key, value, d) | counts, target, True)
 
 
 def encode(name: str, side: str, d: int, target: str) -> Any:
     """The encoder of a type's keys or values."""
-    module, padded = import_module(f"pykv.kernels.{name}_triton"), (d + 31) // 32 * 32
-    fixed = {
-        "KEYS": side == "key", "TAIL": tl.float16, "D": d,
-        "WIDTH": upto(d if side == "key" else padded), "BITS": module.BITS,
-        "AXIS": module.KEY_AXIS if side == "key" else module.VALUE_AXIS,
-        "PARAMETERS": module.PARAMETERS, "fit": module.fit, "code": module.code,
-    }  # fmt: skip
-    return made(encode_pages, fixed, target, False)
+    return made(encode_pages, launch_triton.encoder(name, side, d), target, False)
 
 
 def matvec(name: str, rows: str, d: int, target: str) -> Any:
     """The product with a weight type's blocks, for so many rows; d is not used."""
-    module, n = import_module(f"pykv.kernels.{name}_triton"), int(rows)
-    fixed = {
-        "BLOCK_LEN": module.BLOCK_LEN, "BLOCK_BYTES": module.BLOCK_BYTES, "ROWS": 4,
-        "STEP": max(1, 256 // module.BLOCK_LEN), "X_ROWS": n, "X_TILE": upto(n), "ADD": False,
-        "weight": module.weight,
-    }  # fmt: skip
+    fixed = launch_triton.product(name, int(rows), add=False)
     return made(matvec_triton.matvec, fixed, target, True)
 
 

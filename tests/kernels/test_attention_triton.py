@@ -23,6 +23,7 @@ from pykv.formats.coded import CodedFormat, HeadNumbers, find  # noqa: E402
 
 tl = triton.language
 attention = import_module("pykv.kernels.attention_triton")
+launch = import_module("pykv.kernels.launch_triton")
 
 TYPES = cache_types()
 WIDTHS = [32, 64, 80, 96, 112, 128, 192, 256, 40, 72]
@@ -35,11 +36,6 @@ OPERANDS = {
 CASES = [
     (k, TYPES[(i * 5 + 3) % len(TYPES)], WIDTHS[i % 10], GROUPS[i % 6]) for i, k in enumerate(TYPES)
 ]
-
-
-def upto(n):
-    """The next power of two."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def numbers_of(name, side, d, n_kv, seed):
@@ -112,20 +108,9 @@ class Cache:
 
 
 def settings(types, d, operand, rope=None):
-    """The kernel's compile-time parameters for formats and widths."""
-    k, v = (import_module(f"pykv.kernels.{t.partition(':')[0]}_triton") for t in types)
-    outliers = [getattr(find(t), "n_outliers", lambda d: 0)(d) for t in types]
-    padded = (d + 31) // 32 * 32
-    return {
-        "D_K": d, "D_V": d, "WIDTH_K": upto(d), "WIDTH_V": upto(padded), "PAGE_K": d, "PAGE_V": d,
-        "PAGE_WIDTH_K": upto(d), "PAGE_WIDTH_V": upto(padded), "MAPPED": False, "ENCODED": True,
-        "OPERAND": operand, "TAIL_K": tl.float16, "TAIL_V": tl.float16,
-        "K_BITS": k.BITS, "K_AXIS": k.KEY_AXIS, "K_PARAMETERS": k.PARAMETERS, "k_level": k.level,
-        "V_BITS": v.BITS, "V_AXIS": v.VALUE_AXIS, "V_PARAMETERS": v.PARAMETERS, "v_level": v.level,
-        "N_ROT": 0 if rope is None else rope.n_rot, "NEOX": rope is not None and rope.neox,
-        "K_OUTLIERS": outliers[0], "K_PLACES": max(16, upto(outliers[0])),
-        "V_OUTLIERS": outliers[1], "V_PLACES": max(16, upto(outliers[1])),
-    }  # fmt: skip
+    """The kernel's compile-time parameters for formats and widths; there are pages always."""
+    turned = {} if rope is None else {"n_rot": rope.n_rot, "neox": rope.neox}
+    return launch.attention(types, (d, d), operand=operand, **turned) | {"ENCODED": True}
 
 
 def extras(cache, group):
@@ -135,12 +120,8 @@ def extras(cache, group):
         LayerShape(n_kv * group, n_kv, d, d), CacheFormats(*cache.types, "f16", "f16"),
         cache.numbers,
     )  # fmt: skip
-    modules = (import_module(f"pykv.kernels.{t.partition(':')[0]}_triton") for t in cache.types)
-    tables = [
-        np.resize(np.array(m.LEVELS, np.float32), (n_kv, 16)) if hasattr(m, "LEVELS") else extra
-        for m, extra in zip(modules, (maps.extra_k, maps.extra_v), strict=True)
-    ]
-    return [torch.from_numpy(np.ascontiguousarray(x)) for x in tables]
+    pairs = zip(cache.types, (maps.extra_k, maps.extra_v), strict=True)
+    return [torch.from_numpy(launch.extra(name, extra)) for name, extra in pairs]
 
 
 def turns(rope, sinks, entries):
@@ -166,7 +147,7 @@ def attend(cache, group, q, splits=2, operand=tl.float16, rope=None):
         TILE=16, SPLITS=splits, **settings(cache.types, d, operand, rope),
     )  # fmt: skip
     attention.combine[(rows, heads)](
-        partial, stats, out, chunks, width, HEADS=heads, D=d, WIDTH=upto(width)
+        partial, stats, out, chunks, width, HEADS=heads, D=d, WIDTH=launch.upto(width)
     )
     return out.numpy()
 
@@ -183,7 +164,7 @@ def prompt(cache, group, q, window=0, queries_at_once=5):
         extra_k, extra_v, extra_k.shape[1], extra_v.shape[1], count, n_kv, window,
         float(np.log2(np.e) / np.sqrt(d)), *turns(None, 0, 0), GROUP=group,
         QUERIES=queries_at_once,
-        LINES=max(16, upto(queries_at_once * group)), **settings(cache.types, d, tl.float16),
+        LINES=max(16, launch.upto(queries_at_once * group)), **settings(cache.types, d, tl.float16),
     )  # fmt: skip
     return out.numpy()
 

@@ -15,8 +15,8 @@ from pykv.backends.base import CacheFormats, LayerShape  # noqa: E402
 from pykv.backends.page_maps import PageMaps  # noqa: E402
 from pykv.formats.coded import CodedFormat, HeadNumbers, find  # noqa: E402
 
-tl = triton.language
 encode = import_module("pykv.kernels.encode_triton")
+launch = import_module("pykv.kernels.launch_triton")
 
 CODED = [
     n
@@ -56,11 +56,6 @@ def past_fp8(rng, d):
 KINDS = [ordinary, outlier, few_values, mostly_zero, tiny, past_fp8]
 
 
-def upto(n):
-    """The next power of two."""
-    return 1 << (n - 1).bit_length()
-
-
 def numbers_of(name, side, d):
     """What the format wants from a calibration."""
     if find(name).calibration != "levels":
@@ -76,24 +71,14 @@ def numbers_of(name, side, d):
 
 def pages(name, side, d, tails):
     """What the kernel makes of tail pages of KV heads."""
-    module, heads, keys = import_module(f"pykv.kernels.{name}_triton"), len(tails), side == "key"
+    heads, keys = len(tails), side == "key"
     numbers = [numbers_of(name, side, d)] * heads
     other = [HeadNumbers()] * heads
-    if keys:
-        maps = PageMaps(
-            LayerShape(heads, heads, d, d),
-            CacheFormats(name, "f16", "f16", "f16"),
-            (numbers, other),
-        )
-    else:
-        maps = PageMaps(
-            LayerShape(heads, heads, d, d),
-            CacheFormats("f16", name, "f16", "f16"),
-            (other, numbers),
-        )
-    extra = maps.extra_k if keys else maps.extra_v
-    if hasattr(module, "LEVELS"):
-        extra = np.resize(np.array(module.LEVELS, np.float32), (heads, 16))
+    types, of_sides = (
+        ((name, "f16"), (numbers, other)) if keys else (("f16", name), (other, numbers))
+    )
+    maps = PageMaps(LayerShape(heads, heads, d, d), CacheFormats(*types, "f16", "f16"), of_sides)
+    extra = launch.extra(name, maps.extra_k if keys else maps.extra_v)
     size, f16 = find(name).page_bytes(d, side), find("f16")
     held = [(f16.encode_keys if keys else f16.encode_values)(x) for x in tails]
     held = [np.pad(page, (0, -len(page) % 64)) for page in held]
@@ -104,12 +89,9 @@ def pages(name, side, d, tails):
     places = (start + size * np.arange(heads)) // 64
     moves = torch.from_numpy(np.stack([entries, places], 1))
     memory, values = torch.from_numpy(pool), torch.from_numpy(np.ascontiguousarray(extra))
-    axis = module.KEY_AXIS if keys else module.VALUE_AXIS
     encode.encode_pages[(heads,)](
-        memory, moves, values, values.shape[1], heads, KEYS=keys, TAIL=tl.float16, D=d,
-        WIDTH=upto(d if keys else (d + 31) // 32 * 32), BITS=module.BITS, AXIS=axis,
-        PARAMETERS=module.PARAMETERS, fit=module.fit, code=module.code,
-    )  # fmt: skip
+        memory, moves, values, values.shape[1], heads, **launch.encoder(name, side, d)
+    )
     np.testing.assert_array_equal(table, places)
     assert (pool[start + heads * size :] == 0xA5).all()
     return [pool[p * 64 : p * 64 + size] for p in places], numbers[0]

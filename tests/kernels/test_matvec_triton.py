@@ -12,6 +12,7 @@ triton = pytest.importorskip("triton", reason="the GPU's compiler is not install
 torch = pytest.importorskip("torch", reason="the GPU's tensors are not installed")
 
 matvec = import_module("pykv.kernels.matvec_triton").matvec
+launch = import_module("pykv.kernels.launch_triton")
 TYPES = [
     "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k",
     "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
@@ -27,7 +28,7 @@ HALVES = {
 
 def blocks_of(name, rows, n, seed):
     """Random blocks u8 [rows, bytes] of every code, with scales of all sizes."""
-    module, rng = import_module(f"pykv.kernels.{name}_triton"), np.random.default_rng(seed)
+    module, rng = launch.module(name), np.random.default_rng(seed)
     count = n // module.BLOCK_LEN
     if name in ("f32", "f16", "bf16"):
         x = rng.standard_normal((rows, n)).astype(np.float32)
@@ -49,7 +50,7 @@ def blocks_of(name, rows, n, seed):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", TYPES)
 def test_products_are_those_of_the_gguf_package(name, rows):
-    module, n_out, n = import_module(f"pykv.kernels.{name}_triton"), 19, 768
+    module, n_out, n = launch.module(name), 19, 768
     data = blocks_of(name, n_out, n, len(name))
     kind = gguf.GGMLQuantizationType[name.upper()]
     with np.errstate(over="ignore"):
@@ -60,11 +61,9 @@ def test_products_are_those_of_the_gguf_package(name, rows):
     table = torch.tensor(MXFP4 if name == "mxfp4" else IQ4, dtype=torch.float32)
     padded = torch.zeros(rows, n_out + 5)
     padded[:, :n_out] = torch.from_numpy(add)
-    matvec[(-(-n_out // 4),)](
+    matvec[(-(-n_out // launch.WEIGHT_ROWS),)](
         torch.from_numpy(data), torch.from_numpy(x), out, padded, table, data.shape[1],
-        n // module.BLOCK_LEN, n_out, n, n_out + 5, BLOCK_LEN=module.BLOCK_LEN,
-        BLOCK_BYTES=module.BLOCK_BYTES, ROWS=4, STEP=max(1, 64 // module.BLOCK_LEN), X_ROWS=rows,
-        X_TILE=1 << (rows - 1).bit_length(), ADD=True, weight=module.weight,
+        n // module.BLOCK_LEN, n_out, n, n_out + 5, **launch.product(name, rows, add=True),
     )  # fmt: skip
     found = out.numpy()
     assert (found[:, n_out:] == -7).all()
