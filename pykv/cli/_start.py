@@ -4,11 +4,11 @@ import os
 import signal
 from typing import Any
 
-_SIGINT_EXIT = 130  # as a shell reports a program that the signal ended
+SIGINT_EXIT = 130  # as a shell reports a program that the signal ended
 
 
 def _leave(*_: Any) -> None:
-    os._exit(_SIGINT_EXIT)
+    os._exit(SIGINT_EXIT)
 
 
 def main() -> int:
@@ -23,4 +23,4 @@ def main() -> int:
         signal.signal(signal.SIGINT, before)
         return run()
     except KeyboardInterrupt:
-        return _SIGINT_EXIT
+        return SIGINT_EXIT

@@ -22,6 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import pykv
 from pykv.cli import options, render
+from pykv.cli._start import SIGINT_EXIT
 from pykv.errors import PykvError
 
 _NOT_COMMANDS = {"app", "options", "render"}
@@ -29,7 +30,7 @@ _SETTINGS = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda token: token.replace("_", "-"),
 }
-_SIGPIPE_EXIT, _SIGINT_EXIT = 141, 130  # as a shell reports a program that the signal ended
+_SIGPIPE_EXIT = 141  # as a shell reports a program that the signal ended
 # the root of Typer's usage errors; Typer gives it no name of its own, and its home has moved
 _UsageError: type[Any] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "UsageError")
 
@@ -176,7 +177,7 @@ def run(args: Sequence[str], columns: int | None = None) -> int:
         render.error(str(error))
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        return _SIGINT_EXIT
+        return SIGINT_EXIT
     except BrokenPipeError:
         render.abandon_stdout()
         return _SIGPIPE_EXIT

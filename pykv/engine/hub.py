@@ -8,9 +8,11 @@ from __future__ import annotations
 import difflib
 import errno
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -188,16 +190,15 @@ def _from_hf(model: str, offline: bool, progress: Progress | None) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
-    # what it retries it logs, line after line; one sentence of ours says it in the end
-    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     # its HTTP library changes between versions, but always lends its base error to this module
     transport = (errors.HTTPError, getattr(errors, "XetDownloadError", RuntimeError))  # type: ignore[attr-defined]
     try:
-        names = huggingface_hub.HfApi().list_repo_files(repo)
-        paths = [
-            huggingface_hub.hf_hub_download(repo, name, tqdm_class=_bar(name, progress))
-            for name in choose_files(names, quant, repo)
-        ]
+        with _quiet():
+            names = huggingface_hub.HfApi().list_repo_files(repo)
+            paths = [
+                huggingface_hub.hf_hub_download(repo, name, tqdm_class=_bar(name, progress))
+                for name in choose_files(names, quant, repo)
+            ]
     except errors.GatedRepoError:
         raise DownloadError(
             f"{repo}: its owner asks for consent first; accept the terms at "
@@ -211,6 +212,21 @@ def _from_hf(model: str, offline: bool, progress: Progress | None) -> Path:
     except (*transport, errors.EntryNotFoundError, OSError, ValueError, RuntimeError) as error:
         raise _hf_failed(repo, error) from None
     return Path(paths[0])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The hub's library tells each retry, line after line; one sentence of ours says it at the end.
+
+    Its logger is as it was afterwards: others in this process may use it.
+    """
+    theirs = logging.getLogger("huggingface_hub")
+    before = theirs.level
+    theirs.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        theirs.setLevel(before)
 
 
 def _hf_failed(repo: str, error: Exception) -> DownloadError:

@@ -58,10 +58,9 @@ def load(
     Raises PykvError: GGUFError for a file that cannot be read, DownloadError, OutOfMemoryError,
     UnsupportedError, ConfigError.
     """
-    configs = {"cache": cache, "load": load, "sampling": sampling}
-    kinds = (CacheConfig, LoadConfig, SamplingConfig)
-    for (what, given), kind in zip(configs.items(), kinds, strict=True):
-        if given is not None and not isinstance(given, kind):
+    for given, kind in ((cache, CacheConfig), (load, LoadConfig), (sampling, SamplingConfig)):
+        if not isinstance(given, kind | None):
+            what = kind.__name__.removesuffix("Config").lower()
             raise ConfigError(f"{what} must be a {kind.__name__}, not {given!r}")
     path = hub.resolve(
         None if model is None else os.fspath(model), offline=offline, progress=progress

@@ -30,6 +30,7 @@ class Session:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._fed: list[int] = []  # tokens handed to the model
+        self.unread: list[int] = []  # drawn last by `generate`; the next read begins with it
         self._number = model.store.new_sequence()
 
     def __len__(self) -> int:
@@ -44,7 +45,7 @@ class Session:
     def fork(self) -> Session:
         """Another session with the same tokens, sharing their pages."""
         other = object.__new__(Session)
-        other._model, other._fed = self._model, self.tokens
+        other._model, other._fed, other.unread = self._model, self.tokens, list(self.unread)
         if self._number is not None:
             other._number = self._model.store.fork(self._number)
         return other
@@ -60,6 +61,7 @@ class Session:
 
     def truncate(self, n: int) -> int:
         """Go back to n tokens, or to fewer where the cache cannot; returns how many stay."""
+        self.unread = []
         if self._number is not None and n < len(self):
             self._model.store.truncate(self._number, n)
         return len(self)
@@ -67,10 +69,12 @@ class Session:
     def read(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> F32:
         """Add tokens, one at least; returns the logits [V] after the last.
 
+        The token that `generate` drew last comes before them.
         Raises CacheFullError, CancelledError, NumericsError: whole batches that were read stay.
         """
         if self._number is None or not tokens:
             raise ConfigError("there is nothing to read: the prompt has no tokens")
+        tokens = [*self.unread, *tokens]
         room = self._model.n_ctx - len(self)
         if len(tokens) > room:
             raise CacheFullError(
@@ -82,6 +86,7 @@ class Session:
             last = np.array([len(part) - 1], np.int32)
             self._fed[len(self) :] = part.tolist()
             logits = self._model.step([(self._number, part)], last, cancelled)
+            self.unread = []  # among the first part's
         after: F32 = logits[0]
         return after
 
@@ -95,15 +100,20 @@ class Session:
     ) -> Generation:
         """Read a text or token ids, and continue them; an iterator of pieces of text.
 
-        The session grows by the prompt and by what is generated, except the last token. A text
-        begins with the model's start token where the session is empty.
+        The session grows by the prompt and by what is generated; the last token joins the cache
+        with what is read next. A text begins with the model's start token where the session is
+        empty.
         Raises ConfigError; while iterating, CacheFullError and NumericsError.
         """
         ids = self._model.ids(prompt, start=len(self) == 0)
         return Generation(
             self._model, lambda: (self, ids), self._model.sampler(sampling), max_tokens=max_tokens,
-            stop=stop, on_end=lambda generation: None,
+            stop=stop, on_end=self._keep_last,
         )  # fmt: skip
+
+    def _keep_last(self, generation: Generation) -> None:
+        if generation.prompt_read:
+            self.unread = generation.tokens[len(self) - generation.stats.prompt_tokens :]
 
 
 class StopText:
@@ -251,9 +261,9 @@ class Generation:
             return self.session.read(self.tokens[-1:], lambda: self._cancelled)
         began = time.perf_counter()
         self.session, prompt = self._start()
-        self._sampler.accept([*self.session.tokens, *prompt])
-        cached = len(self.session)
-        n = cached + len(prompt)
+        before = [*self.session.tokens, *self.session.unread, *prompt]
+        self._sampler.accept(before)
+        cached, n = len(self.session), len(before)
         self._stats = replace(self._stats, prompt_tokens=n, cached_tokens=cached)
         logits = self.session.read(prompt, lambda: self._cancelled)
         self._stats = replace(self._stats, prompt_seconds=time.perf_counter() - began)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import pykv
 from pykv.engine.session import Session, StopText
 from pykv.errors import CacheFullError, CancelledError, ConfigError, NumericsError
 
@@ -64,44 +63,6 @@ class TestStopText:
         assert stop.push("two E") == ("\ntwo ", False)
         assert stop.push("N") == ("", False)
         assert stop.push("V") == ("ENV", False)
-
-
-class TestGoingOn:
-    def test_a_session_goes_on_from_what_it_holds(self, load):
-        model = load(temperature=0.0)
-        whole = model.generate([5, 6, 7, 8], max_tokens=6)
-        expected = "".join(whole)
-        session = model.session()
-        session.read([5, 6])
-        assert "".join(session.generate([7, 8], max_tokens=6)) == expected
-        assert session.tokens == [5, 6, 7, 8, *whole.tokens[:-1]]
-
-    def test_forks_go_their_own_ways(self, load):
-        model = load(temperature=0.0)
-        start = model.session()
-        start.read([5, 6, 7])
-        for more in ([8], [9, 10]):
-            fork = start.fork()
-            expected = "".join(model.generate([5, 6, 7, *more], max_tokens=5))
-            generation = fork.generate(more, max_tokens=5)
-            assert "".join(generation) == expected
-            assert generation.stats.cached_tokens == 3
-        assert start.tokens == [5, 6, 7]
-
-    def test_a_text_starts_with_the_models_start_token_once(self, load):
-        model = load(temperature=0.0)
-        whole = model.tokenizer.encode("ab", add_special=True)
-        session = model.session()
-        list(session.generate("ab", max_tokens=0))
-        list(session.generate("ab", max_tokens=0))
-        assert session.tokens == [*whole, *model.tokenizer.encode("ab", add_special=False)]
-
-
-def test_settings_of_another_kind(files):
-    with pytest.raises(ConfigError, match=r"cache must be a CacheConfig, not \{'type_k': "):
-        pykv.load(files(), cache={"type_k": "q8_0"})
-    with pytest.raises(ConfigError, match="load must be a LoadConfig, not CacheConfig"):
-        pykv.load(files(), load=pykv.CacheConfig())
 
 
 class TestPieces:
