@@ -41,6 +41,24 @@ class WeightSource(Protocol):
     def data(self) -> U8: ...  # noqa: D102
 
 
+class PageMemory(Protocol):
+    """Where a store's pages lie.  An address counts `unit` bytes, and 0 is nobody's."""
+
+    @property
+    def unit(self) -> int: ...  # noqa: D102
+    @property
+    def reserved_bytes(self) -> int: ...  # noqa: D102
+    def slab(self, n_bytes: int) -> int: ...  # noqa: D102
+    def copy(self, old: int, new: int, n_bytes: int) -> None: ...  # noqa: D102
+
+
+class PageTables(Protocol):
+    """A sequence's page tables; the object lives as long as the sequence."""
+
+    @property
+    def tables(self) -> I64: ...  # noqa: D102
+
+
 @dataclass(frozen=True, eq=False)
 class Rope:
     """A rotary embedding: which channels are paired, and by which angles they turn.
@@ -123,6 +141,26 @@ class Round:
     moves: list[tuple[I64, I64]] = field(default_factory=list)
     parts: list[list[tuple[I64, I64]]] = field(default_factory=list)  # moves, by sequence
 
+    def join(self) -> None:
+        """Rows and moves of all segments."""
+        rows = [np.arange(s.first, s.first + s.count) for s in self.segments]
+        self.rows = np.concatenate(rows).astype(np.int32)
+        self.moves = [
+            (np.concatenate([k for k, _ in layer]), np.concatenate([v for _, v in layer]))
+            for layer in zip(*self.parts, strict=True)
+        ]
+
+
+@dataclass
+class Part:
+    """The rows of one sequence in a batch, and its tables int64 [2, layers, KV heads, capacity]."""
+
+    first: int  # row of the batch
+    count: int
+    sequence: PageTables
+    low: int  # entries low .. high - 1 may be others than after the sequence's last batch
+    high: int
+
 
 @dataclass
 class Step:
@@ -144,6 +182,9 @@ class Step:
     # per layer what a calibration file holds, for keys and for values of each KV head; or nothing
     numbers: Sequence[Sequence[Sequence[HeadNumbers]]] = ()
     cancelled: Callable[[], bool] | None = None  # asked now and then; True stops the run
+    parts: list[Part] = field(default_factory=list)
+    n_ctx: int = 0  # tokens that fit a sequence
+    memory: PageMemory | None = None  # where the pages lie
 
     def check_cancelled(self) -> None:
         """Raise CancelledError if the run is to stop."""

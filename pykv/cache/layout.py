@@ -193,6 +193,14 @@ class Band:
         """Whether nothing is ever encoded."""
         return self.formats.exact
 
+    def exact_point(self, sinks: int, encoded: int, n: int) -> int:
+        """The most tokens up to n that can be gone back to, where so many pages are encoded."""
+        if self.exact or encoded == 0 or sinks + encoded * PAGE + self.residual <= n:
+            return n
+        if self.residual == 0 and n >= sinks:
+            return sinks + (n - sinks) // PAGE * PAGE
+        return min(n, sinks)
+
     def estimate(self, shape: LayerShape, n: int) -> int:
         """Bytes that n tokens of one sequence take in one of the layers."""
         kept = min(n, shape.window + PAGE) if shape.window else n

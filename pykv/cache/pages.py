@@ -6,10 +6,13 @@ when the last lets go.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pykv.backends.base import PageMemory
 
 I64 = NDArray[np.int64]
 SLAB_BYTES = 1 << 20  # of a pool's first slabs; later ones are a quarter of what is there
@@ -17,20 +20,43 @@ MOST_SLAB_BYTES = 1 << 25
 ALIGN = 64
 
 
-class PagePool:
-    """Pages of `page_bytes` (a multiple of 64) bytes.  `fill` is what fresh bytes hold (tests)."""
+class HostMemory:
+    """The process's own memory, by real addresses.  `fill` is what fresh bytes hold (tests)."""
 
-    def __init__(self, page_bytes: int, fill: int | None = None) -> None:
-        self.page_bytes, self._fill = page_bytes, fill
+    unit = 1
+
+    def __init__(self, fill: int | None = None) -> None:
+        self._fill = fill
         self._slabs: list[NDArray[np.uint8]] = []
-        self._free: list[int] = []
-        self._extra: dict[int, int] = {}  # holders beyond the first
-        self.in_use = 0  # pages
+
+    def slab(self, n_bytes: int) -> int:
+        """The first address of fresh bytes, a multiple of 64."""
+        slab = np.empty(n_bytes + ALIGN, np.uint8)
+        if self._fill is not None:
+            slab[:] = self._fill
+        self._slabs.append(slab)
+        first = int(slab.ctypes.data)
+        return first + -first % ALIGN
+
+    def copy(self, old: int, new: int, n_bytes: int) -> None:
+        """Copy a page's bytes."""
+        ctypes.memmove(new, old, n_bytes)
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the slabs."""
         return sum(s.nbytes for s in self._slabs)
+
+
+class PagePool:
+    """Pages of `page_bytes` (a multiple of 64) bytes in some memory."""
+
+    def __init__(self, page_bytes: int, memory: PageMemory) -> None:
+        self.page_bytes, self._memory = page_bytes, memory
+        self._free: list[int] = []
+        self._extra: dict[int, int] = {}  # holders beyond the first
+        self._slab_bytes = 0
+        self.in_use = 0  # pages
 
     def take(self, count: int) -> I64:
         """Addresses of `count` pages, each held once."""
@@ -44,17 +70,14 @@ class PagePool:
     def _grow(self, missing: int) -> None:
         # for 4 MiB and more NumPy asks for huge pages, which take a tenth off the time that
         # attention over a long q8_0 cache needs
-        size = min(max(self.reserved_bytes // 4, SLAB_BYTES), MOST_SLAB_BYTES)
+        size = min(max(self._slab_bytes // 4, SLAB_BYTES), MOST_SLAB_BYTES)
         pages = max(size // self.page_bytes, 1)
         pages *= -(-missing // pages)
-        slab = np.empty(pages * self.page_bytes + ALIGN, np.uint8)
-        if self._fill is not None:
-            slab[:] = self._fill
-        self._slabs.append(slab)
-        first = int(slab.ctypes.data)
-        first += -first % ALIGN
+        first, step = self._memory.slab(pages * self.page_bytes), self.page_bytes
+        step //= self._memory.unit
+        self._slab_bytes += pages * self.page_bytes
         # the last in the list is handed out first: keep neighbours neighbours
-        self._free[:0] = range(first + (pages - 1) * self.page_bytes, first - 1, -self.page_bytes)
+        self._free[:0] = range(first + (pages - 1) * step, first - 1, -step)
 
     def hold(self, addresses: I64) -> None:
         """Add a holder to each page; address 0 is nobody's."""
@@ -86,7 +109,7 @@ class PagePool:
                 self._extra[address] = more - 1
 
 
-@dataclass
+@dataclass(eq=False)  # what a backend knows of a sequence is kept by it
 class Held:
     """A sequence's tables, int64 [2 sides, layers, KV heads, capacity], and how far they reach."""
 

@@ -12,14 +12,24 @@ things lie, `commit` makes it count, `abort` leaves the store as it was.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import numpy as np
 
-from pykv.backends.base import I32, I64, PAGE, RECORD, LayerShape, Round, Segment, Step
+from pykv.backends.base import (
+    I32,
+    I64,
+    PAGE,
+    RECORD,
+    LayerShape,
+    PageMemory,
+    Part,
+    Round,
+    Segment,
+    Step,
+)
 from pykv.cache.layout import Band, bands_of
-from pykv.cache.pages import SLAB_BYTES, Held, PagePool, Undo
+from pykv.cache.pages import SLAB_BYTES, Held, HostMemory, PagePool, Undo
 from pykv.config import CacheConfig
 from pykv.errors import CacheFullError
 from pykv.formats.coded import HeadNumbers
@@ -28,8 +38,8 @@ from pykv.formats.coded import HeadNumbers
 class Store:
     """Keys and values of all sequences of a model.
 
-    `n_ctx` tokens fit a sequence. `fill` is what fresh pages hold, for tests; `numbers` is what a
-    calibration file says of each layer, for the formats that want one.
+    `n_ctx` tokens fit a sequence. `memory` is where pages lie, the process's own by default;
+    `numbers` is what a calibration file says of each layer, for the formats that want one.
     """
 
     def __init__(
@@ -37,7 +47,7 @@ class Store:
         shapes: Sequence[LayerShape],
         config: CacheConfig,
         n_ctx: int,
-        fill: int | None = None,
+        memory: PageMemory | None = None,
         numbers: Sequence[Sequence[Sequence[HeadNumbers]]] = (),
     ) -> None:
         self.shapes, self.config, self.n_ctx = list(shapes), config, n_ctx
@@ -47,7 +57,8 @@ class Store:
         for number, band in enumerate(self._bands):
             self._band_of[band.layers] = number
         self.formats = [self._bands[n].formats for n in self._band_of]
-        self._fill, self.numbers = fill, numbers
+        self.memory: PageMemory = HostMemory() if memory is None else memory
+        self.numbers = numbers
         self._pools: dict[int, PagePool] = {}
         self._sequences: dict[int, Held] = {}
         self._next = 0
@@ -59,7 +70,7 @@ class Store:
 
     def _pool(self, page_bytes: int) -> PagePool:
         if page_bytes not in self._pools:
-            self._pools[page_bytes] = PagePool(page_bytes, self._fill)
+            self._pools[page_bytes] = PagePool(page_bytes, self.memory)
         return self._pools[page_bytes]
 
     # sequences
@@ -143,21 +154,13 @@ class Store:
         while m < before:  # what one band allows may be too much for another
             before = m
             for band, encoded in zip(self._bands, held.encoded, strict=True):
-                m = self._exact_point(band, encoded, m)
+                m = band.exact_point(self.sinks, encoded, m)
         for layer, shape in enumerate(self.shapes):
             # a page that a window let go of would be seen again
             lowest = max(m - shape.window + 1, 0) if shape.window else 0
             if held.first[layer] > self._entry(lowest):
                 return 0
         return m
-
-    def _exact_point(self, band: Band, encoded: int, n: int) -> int:
-        residual, encoded_end = band.residual, self.sinks + encoded * PAGE
-        if band.exact or encoded == 0 or encoded_end + residual <= n:
-            return n
-        if residual == 0 and n >= self.sinks:
-            return self.sinks + (n - self.sinks) // PAGE * PAGE
-        return min(n, self.sinks)
 
     def _entry(self, position: int) -> int:
         return 0 if position < self.sinks else 1 + (position - self.sinks) // PAGE
@@ -186,6 +189,8 @@ class Store:
             np.zeros((len(self.shapes), total, RECORD), np.int64),
             [],
             self.numbers,
+            n_ctx=self.n_ctx,
+            memory=self.memory,
         )
         try:
             row = 0
@@ -197,13 +202,7 @@ class Store:
             self.abort()
             raise
         for round_ in step.rounds:
-            rows = [np.arange(s.first, s.first + s.count) for s in round_.segments]
-            round_.rows = np.concatenate(rows).astype(np.int32)
-            joined = [
-                tuple(np.concatenate([m[layer][side] for m in round_.parts]) for side in (0, 1))
-                for layer in range(len(self.shapes))
-            ] if round_.parts else []  # fmt: skip
-            round_.moves = [(k, v) for k, v in joined]
+            round_.join()
         return step
 
     def _make_room(self, sequence: int, count: int) -> None:
@@ -216,7 +215,8 @@ class Store:
         while high > held.tables.shape[3]:
             held.tables = np.concatenate([held.tables, np.zeros_like(held.tables)], axis=3)
         # the oldest tail pages may be encoded by this batch
-        low = min(low, *(encoded + 1 for encoded in held.encoded))
+        for band, encoded in zip(self._bands, held.encoded, strict=True):
+            low = low if band.exact else min(low, encoded + 1)
         undo = Undo(
             sequence, low, high, held.tables[:, :, :, low:high].copy(), [], [],
             held.tokens, list(held.encoded),
@@ -254,7 +254,7 @@ class Store:
                         old = int(held.tables[side, layer, head, entry])
                         if old and pool.shared(old):
                             new = pool.take(1)
-                            ctypes.memmove(int(new[0]), old, n_bytes)
+                            self.memory.copy(old, int(new[0]), n_bytes)
                             held.tables[side, layer, head, entry] = new[0]
                             undo.taken.append((pool, new))
                             undo.replaced.append((pool, np.array([old], np.int64)))
@@ -273,6 +273,8 @@ class Store:
         records[:, :, 2], records[:, :, 3] = tables.shape[3], self.sinks
         records[:, :, 5] = positions
         records[:, :, 6] = np.maximum(positions - self._reach + 1, 0)
+        undo = self._open[-1]
+        step.parts.append(Part(row, count, held, undo.low, undo.high))
         self._rounds(held, count, row, step)
 
     def _rounds(self, held: Held, count: int, row: int, step: Step) -> None:
@@ -377,8 +379,7 @@ class Store:
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of the slabs, and of the tables."""
-        slabs = sum(p.reserved_bytes for p in self._pools.values())
-        return slabs + sum(s.tables.nbytes for s in self._sequences.values())
+        return self.memory.reserved_bytes + sum(s.tables.nbytes for s in self._sequences.values())
 
     @property
     def f16_nbytes(self) -> int:

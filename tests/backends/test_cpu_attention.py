@@ -12,6 +12,7 @@ from verbs import BackendOracle, result
 
 from pykv.backends import reference
 from pykv.backends.base import LayerShape, Rope
+from pykv.cache.pages import HostMemory
 from pykv.cache.store import Store
 from pykv.config import CacheConfig
 
@@ -147,7 +148,7 @@ def test_rope(make_cpu, neox, n_rot, magnitude, scale, rows):
     q, k, v = (rng.normal(0, 1, (before + rows, n, 32)).astype(np.float32) for n in (2, 1, 1))
     outs = []
     for backend in (make_cpu(), reference.create()):
-        store = Store([shape], CacheConfig("f32", "f32"), 100, fill=255)
+        store = Store([shape], CacheConfig("f32", "f32"), 100, memory=HostMemory(255))
         backend.prepare([shape], store.formats)
         sequence = store.new_sequence()
         for part in (slice(0, before), slice(before, before + rows)):

@@ -7,6 +7,7 @@ import pytest
 
 from pykv.backends import selftest
 from pykv.backends.base import LayerShape
+from pykv.cache.pages import HostMemory
 from pykv.cache.store import Store
 from pykv.config import CacheConfig
 from pykv.errors import NumericsError
@@ -21,7 +22,7 @@ def check(make_cpu):
 
     def run(type_k, type_v=None, shape=SHAPE, **settings):
         config = CacheConfig(type_k, type_v or type_k, residual=0, **settings)
-        backend, store = make_cpu(), Store([shape], config, 256, fill=255)
+        backend, store = make_cpu(), Store([shape], config, 256, memory=HostMemory(255))
         backend.prepare([shape], store.formats)
         selftest.check(backend, store, shape, store.formats[0])
 

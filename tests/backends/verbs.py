@@ -10,6 +10,7 @@ from page_oracle import SIDES, bytes_at, coded, decode, encode
 from store_oracle import Oracle
 
 from pykv.backends.base import CacheFormats, LayerShape, Rope, Round, Segment, Step
+from pykv.cache.pages import HostMemory
 from pykv.cache.store import Store
 
 U = 2.0**-24  # float32's unit roundoff
@@ -168,7 +169,7 @@ class Run:
 
     def __init__(self, backend, config, seed=0):
         self.backend, self.graph = backend, Tiny(backend, seed)
-        self.store = Store(Tiny.shapes, config, 4000, fill=255)
+        self.store = Store(Tiny.shapes, config, 4000, memory=HostMemory(255))
         backend.prepare(Tiny.shapes, self.store.formats)
         self.sequence = self.store.new_sequence()
 

@@ -25,6 +25,7 @@ from page_oracle import (
 
 from pykv.backends import reference
 from pykv.backends.base import PAGE, LayerShape
+from pykv.cache.pages import HostMemory
 from pykv.cache.store import Store
 
 SHAPES = (
@@ -80,7 +81,7 @@ class Oracle:
     def __init__(self, config, shapes=SHAPES, n_ctx=1000, seed=0, backend=None, calibrated=False):
         self.layers = layers_of(config, shapes, calibrated)
         numbers = [[side.numbers for side in layer.sides] for layer in self.layers]
-        self.store = Store(shapes, config, n_ctx, 255, numbers if calibrated else ())
+        self.store = Store(shapes, config, n_ctx, HostMemory(255), numbers if calibrated else ())
         self.shapes, self.sinks = shapes, config.sinks
         # elsewhere keys come as they are kept
         self.rope = ROPE if self.store.formats[0].position == "read" else None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pykv.cache import pages
-from pykv.cache.pages import ALIGN, PagePool
+from pykv.cache.pages import ALIGN, HostMemory, PagePool
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,7 +26,8 @@ class Books(RuleBasedStateMachine):
 
     @initialize(n_bytes=st.sampled_from([64, 192, 1024, 4096]))
     def start(self, n_bytes):
-        self.pool = PagePool(n_bytes, fill=255)
+        self.memory = HostMemory(255)
+        self.pool = PagePool(n_bytes, self.memory)
         self.holders: dict[int, int] = {}
 
     @rule(count=st.integers(0, 40))
@@ -69,7 +70,7 @@ class Books(RuleBasedStateMachine):
         assert all(self.pool.shared(a) == (n > 1) for a, n in self.holders.items())
         ends = sorted(self.holders)
         assert all(b - a >= self.pool.page_bytes for a, b in zip(ends, ends[1:], strict=False))
-        assert self.pool.reserved_bytes >= len(self.holders) * self.pool.page_bytes
+        assert self.memory.reserved_bytes >= len(self.holders) * self.pool.page_bytes
 
 
 TestBooks = Books.TestCase
@@ -77,14 +78,14 @@ TestBooks.settings = settings(max_examples=40, stateful_step_count=25, deadline=
 
 
 def test_a_page_handed_out_again_is_one_that_was_given_back():
-    pool = PagePool(256, fill=255)
+    pool = PagePool(256, HostMemory(255))
     first = pool.take(8)
     pool.drop(first[2:4])
     assert set(pool.take(2).tolist()) == set(first[2:4].tolist())
 
 
 def test_a_shared_page_survives_one_drop_and_not_two():
-    pool = PagePool(64)
+    pool = PagePool(64, HostMemory())
     page = pool.take(1)
     pool.hold(page)
     pool.drop(page)
@@ -96,7 +97,7 @@ def test_a_shared_page_survives_one_drop_and_not_two():
 
 
 def test_fresh_bytes_hold_the_fill_and_slabs_stay():
-    pool = PagePool(64, fill=255)
+    pool = PagePool(64, HostMemory(255))
     page = int(pool.take(1)[0])
     assert ctypes.string_at(page, 64) == b"\xff" * 64
     ctypes.memset(page, 7, 64)
@@ -105,11 +106,12 @@ def test_fresh_bytes_hold_the_fill_and_slabs_stay():
 
 
 def test_reserved_bytes_are_those_of_the_slabs():
-    pool = PagePool(192)
-    assert pool.reserved_bytes == 0
+    memory = HostMemory()
+    pool = PagePool(192, memory)
+    assert memory.reserved_bytes == 0
     pool.take(1)  # 5 pages of 192 bytes in 1,024, and room to align
-    assert pool.reserved_bytes == 5 * 192 + ALIGN
+    assert memory.reserved_bytes == 5 * 192 + ALIGN
     pool.take(5)
-    assert pool.reserved_bytes == 2 * (5 * 192 + ALIGN)
+    assert memory.reserved_bytes == 2 * (5 * 192 + ALIGN)
     pool.take(16)  # 4 are left, so 12 more: three slabs' worth in one piece
-    assert pool.reserved_bytes == 2 * (5 * 192 + ALIGN) + 15 * 192 + ALIGN
+    assert memory.reserved_bytes == 2 * (5 * 192 + ALIGN) + 15 * 192 + ALIGN

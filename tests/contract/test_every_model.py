@@ -15,6 +15,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 from pykv import registry
+from pykv.cache.pages import HostMemory
 from pykv.cache.store import Store
 from pykv.config import CacheConfig
 from pykv.gguf import open_gguf
@@ -115,7 +116,7 @@ class Reader:
         self.graph = registry.find("models", arch, "architecture").GRAPH(
             self.file, N_VOCAB, self.dev
         )
-        self.store = Store(self.graph.shapes, config, 512, fill=255)
+        self.store = Store(self.graph.shapes, config, 512, memory=HostMemory(255))
         self.dev.prepare(self.graph.shapes, self.store.formats)
 
     def logits(self, ids, sizes):

@@ -13,6 +13,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 from pykv import registry
+from pykv.cache.pages import HostMemory
 from pykv.cache.store import Store
 from pykv.config import CacheConfig
 from pykv.gguf import open_gguf
@@ -198,7 +199,7 @@ class Runner:
             self.file, n_vocab, self.dev
         )
         config = cache or CacheConfig(type_k="f32", type_v="f32")
-        self.store = Store(self.graph.shapes, config, 4096, fill=255)
+        self.store = Store(self.graph.shapes, config, 4096, memory=HostMemory(255))
         self.dev.prepare(self.graph.shapes, self.store.formats)
 
     def logits(self, ids, chunk=None):
