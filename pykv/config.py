@@ -71,7 +71,8 @@ class CacheConfig:
 class LoadConfig:
     """How a model is loaded and run.
 
-    device: auto or cpu, or reference, which is plain NumPy and slow.
+    device: auto, a GPU where there is one; cpu, cuda, or reference, which is plain NumPy and slow.
+    gpu_layers: auto; all or more than the model has: the whole model on the GPU; 0: on the CPU.
     threads: CPU threads, 1 to 1,024; None: the physical cores, within affinity and cgroup quota.
     ctx_size: most tokens of a sequence; 0: what the model was trained for.
     batch: most tokens of a call of the model; the smaller one of batch and ubatch counts.
@@ -84,6 +85,7 @@ class LoadConfig:
     """
 
     device: str = "auto"
+    gpu_layers: str = "auto"
     threads: int | None = None
     ctx_size: int = 0
     batch: int = 2048
@@ -94,6 +96,10 @@ class LoadConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        _check(
+            self.gpu_layers in ("auto", "all", "-1") or self.gpu_layers.isdecimal(),
+            f"n-gpu-layers must be auto, all or a number of layers, not '{self.gpu_layers}'",
+        )
         _check(
             self.threads is None or 1 <= self.threads <= 1024,
             f"threads must be 1 to 1024, not {self.threads}",

@@ -48,6 +48,7 @@ class PageMemory(Protocol):
     def unit(self) -> int: ...  # noqa: D102
     @property
     def reserved_bytes(self) -> int: ...  # noqa: D102
+    def reserve(self, n_bytes: int) -> None: ...  # noqa: D102
     def slab(self, n_bytes: int) -> int: ...  # noqa: D102
     def copy(self, old: int, new: int, n_bytes: int) -> None: ...  # noqa: D102
 
@@ -197,6 +198,33 @@ class Step:
         return len(self.tokens)
 
 
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """How a token is drawn from logits: SamplingConfig's names, engine/sampler.py's rules."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    penalised: I64  # [n] tokens that occurred
+    counts: I64  # [n] how often
+    suppressed: I64  # tokens that are never drawn
+    uniform: float  # 0 <= uniform < 1
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A drawn token, how many could have been drawn, and whether all logits were finite."""
+
+    token: int
+    n_candidates: int
+    finite: bool
+
+
 class Backend(ABC):
     """The verbs.  T tokens, E embedding, H query heads, G KV heads, D channels of a head."""
 
@@ -222,6 +250,24 @@ class Backend(ABC):
         Raises NumericsError: NaN or infinity in keys or values (layer and position are named);
         CancelledError: `step.cancelled` said so.
         """
+
+    chooses = False  # whether `choose` draws tokens where the logits lie
+
+    def choose(self, graph: Any, step: Step, choice: Choice) -> Chosen:
+        """Run a batch with one output, and draw a token after it.  Raises as `run`."""
+        raise NotImplementedError
+
+    def page_memory(self) -> PageMemory | None:
+        """Where a store's pages are to lie; None: in the process's own memory."""
+        return None
+
+    def free_bytes(self) -> int | None:
+        """Free memory of a device of its own; None: it has none, or does not tell."""
+        return None
+
+    def own_bytes(self, shapes: Sequence[LayerShape], n_ctx: int) -> int:
+        """What the backend takes of that memory, beside weights, cache and a batch's numbers."""
+        return 0
 
     @abstractmethod
     def embed(self, weight: Any, step: Step) -> Array:

@@ -359,10 +359,7 @@ class CpuBackend(Backend):
         """Say once per layer that values were too large for the tail's type."""
         if layer not in self._clamped:
             self._clamped.add(layer)
-            plan.log.warning(
-                "layer %d: %d keys or values beyond the range of the cache's tail were clamped; "
-                "--kv-tail-type bf16 or f32 keeps them", layer, count,
-            )  # fmt: skip
+            plan.warn_clamped(layer, count)
 
 
 def create(**settings: Any) -> CpuBackend:

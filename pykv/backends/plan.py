@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
@@ -53,7 +54,11 @@ def _decode_with_gguf(tensor: WeightSource) -> F32:
 
 def cpu_module(name: str) -> ModuleType | None:
     """The CPU kernels of a type, or None."""
-    full = f"pykv.kernels.{name}_numba"
+    return _module(name, "numba")
+
+
+def _module(name: str, kind: str) -> ModuleType | None:
+    full = f"pykv.kernels.{name}_{kind}"
     if importlib.util.find_spec(full) is None:
         return None
     return importlib.import_module(full)
@@ -68,9 +73,45 @@ def cpu_weight_module(tensor: WeightSource) -> ModuleType | None:
         reason = f"has rows of {tensor.shape[-1]} values, no multiple of 32"
     else:
         reason = f"has type {tensor.type}, for which there is no CPU kernel"
+    _warn_decoded(tensor, reason)
+    return None
+
+
+def _warn_decoded(tensor: WeightSource, reason: str) -> None:
     cost = int(np.prod(tensor.shape)) * 4 / 2**20
     log.warning("%s %s: decoded to float32 at load, %.1f MiB", tensor.name, reason, cost)
-    return None
+
+
+def warn_clamped(layer: int, count: int) -> None:
+    """Say that values were too large for the tail's type."""
+    log.warning(
+        "layer %d: %d keys or values beyond the range of the cache's tail were clamped; "
+        "--kv-tail-type bf16 or f32 keeps them", layer, count,
+    )  # fmt: skip
+
+
+def has_gpu_weight(tensor: WeightSource) -> bool:
+    """Whether GPU kernels read a tensor where it lies; else the warning is logged: decode it."""
+    module = _module(tensor.type, "triton")
+    if module is not None and hasattr(module, "weight"):
+        if tensor.shape[-1] % module.BLOCK_LEN == 0:
+            return True
+        reason = f"has rows of {tensor.shape[-1]} values, no multiple of {module.BLOCK_LEN}"
+    else:
+        reason = f"has type {tensor.type}, for which there is no GPU kernel"
+    _warn_decoded(tensor, reason)
+    return False
+
+
+def check_gpu_cache(formats: Sequence[CacheFormats]) -> None:
+    """Raise UnsupportedError: a cache format has no GPU kernels."""
+    for layer in set(formats):
+        for name in (layer.page_k, layer.page_v, layer.tail_k, layer.tail_v):
+            module = _module(name.partition(":")[0], "triton")
+            if module is None or not hasattr(module, "KEY_AXIS"):
+                raise UnsupportedError(
+                    f"cache type {name} has no GPU kernels; use --device cpu, or another type"
+                )
 
 
 def cpu_cache_modules(formats: CacheFormats) -> dict[str, ModuleType]:

@@ -29,6 +29,9 @@ class HostMemory:
         self._fill = fill
         self._slabs: list[NDArray[np.uint8]] = []
 
+    def reserve(self, n_bytes: int) -> None:
+        """Nothing: memory is taken when it is needed."""
+
     def slab(self, n_bytes: int) -> int:
         """The first address of fresh bytes, a multiple of 64."""
         slab = np.empty(n_bytes + ALIGN, np.uint8)

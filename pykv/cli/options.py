@@ -148,7 +148,12 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
     LoadConfig: (
         "Running",
         {
-            "device": _f("--device", "NAME", "auto, cpu, or reference (plain NumPy, slow)."),
+            "device": _f("--device", "NAME", "auto, cpu, cuda, or reference (plain NumPy, slow)."),
+            "gpu_layers": _f(
+                "-ngl --gpu-layers --n-gpu-layers",
+                "N",
+                "all or more than the model has: the whole model on the GPU; 0: none of it.",
+            ),
             "threads": _f("-t --threads", "N", "CPU threads.  Default: the physical cores."),
             "ctx_size": _f(
                 "-c --ctx-size",

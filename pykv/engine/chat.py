@@ -9,14 +9,17 @@ not, and the longest common run of tokens is kept instead.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pykv.config import LoadConfig
 from pykv.engine.session import Generation, Session
 from pykv.engine.stats import Stats
-from pykv.errors import ConfigError
+from pykv.errors import ConfigError, TemplateError
 from pykv.tokenizer import ChatTemplate, Span, encode_chat
 
 if TYPE_CHECKING:
@@ -153,6 +156,20 @@ class Chat:
             if rest and tokenizer.is_control(rest[0]):
                 return base.session.tokens + base.unread + rest
         return encode_chat(tokenizer, self._template, messages)
+
+
+def given_template(config: LoadConfig) -> str | None:
+    """The template that replaces the model's: a name, a source or a file's text.
+
+    Raises TemplateError: the file cannot be read.
+    """
+    given = config.chat_template
+    if given is None or not os.path.isfile(given):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateError(f"{given}: the template cannot be read: {error}") from error
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -4,31 +4,100 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from pykv.backends.base import Backend
 from pykv.config import LoadConfig
 from pykv.engine import hub
-from pykv.errors import ConfigError
+from pykv.errors import ConfigError, UnsupportedError
 
 log = logging.getLogger("pykv")
 
-DEVICES = ("cpu", "reference")
+DEVICES = ("cpu", "cuda", "reference")
+# what a GPU's driver puts in the file system; without one torch, which loads slowly, is not asked
+NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 COMPILING = "compiling kernels; they are kept for later runs"
 LoadProgress = Callable[[str, int, int], None]  # stage, done, of
 
 
-def backend(config: LoadConfig, progress: LoadProgress | None) -> Backend:
+def backend(config: LoadConfig, n_layer: int, progress: LoadProgress | None) -> Backend:
     """The backend of `config.device`; `progress` as `pykv.load` has it.
 
-    Raises ConfigError: there is no such device.
+    Raises ConfigError: there is no such device, or a part of the n_layer layers is wanted on it;
+    UnsupportedError: no GPU can be used.
     """
-    device = "cpu" if config.device == "auto" else config.device
-    if device not in DEVICES:
+    if config.device not in ("auto", *DEVICES):
         raise ConfigError(
-            f"device '{config.device}' is unknown: it is auto, {' or '.join(DEVICES)}"
+            f"device '{config.device}' is unknown: it is auto, {', '.join(DEVICES[:-1])} or "
+            f"{DEVICES[-1]}"
         )
+    device = _device(config.device, _wanted(config.gpu_layers, n_layer))
+    settings: dict[str, Any] = {}
+    if device == "cpu":
+        settings = {
+            "threads": config.threads,
+            "deterministic": config.deterministic,
+            "progress": _compiling(progress),
+            "kernel_cache": hub.cache_dir(),
+        }
+    elif device == "cuda":
+        settings = {"deterministic": config.deterministic}
+    made: Backend = _module(device).create(**settings)
+    return made
+
+
+def _wanted(gpu_layers: str, n_layer: int) -> bool | None:
+    """Whether the layers are to be on a GPU; None: where there is one.  Raises ConfigError."""
+    if gpu_layers == "auto":
+        return None
+    if gpu_layers in ("all", "-1") or int(gpu_layers) > n_layer:
+        return True
+    if int(gpu_layers) == 0:
+        return False
+    raise ConfigError(
+        f"-ngl {gpu_layers}: this model has {n_layer} layers and the output, and pykv puts all of "
+        f"them on the GPU or none; use all, {n_layer + 1} or more, or 0"
+    )
+
+
+def _device(device: str, wanted: bool | None) -> str:
+    """The device by its name.  Raises ConfigError, UnsupportedError."""
+    if device == "cuda":
+        if wanted is False:
+            raise ConfigError("--device cuda and -ngl 0 contradict each other: leave one out")
+        missing = _missing()
+        if missing:
+            raise UnsupportedError(f"--device cuda: no GPU can be used: {missing}")
+    if device != "auto":
+        return device
+    if wanted is False:
+        return "cpu"
+    missing = _missing() if any(os.path.exists(node) for node in NODES) else "there is none"
+    if missing and wanted:
+        log.warning("no GPU can be used (%s): -ngl has no effect", missing)
+    return "cpu" if missing else "cuda"
+
+
+def _missing() -> str | None:
+    """Why no GPU can be used, or None."""
+    try:
+        missing: str | None = _module("cuda").missing()
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "triton"):
+            raise
+        return f"{error.name} is not installed; pip install 'pykv[gpu]'"
+    return missing
+
+
+def _module(device: str) -> ModuleType:
+    return importlib.import_module(f"pykv.backends.{device}")
+
+
+def _compiling(progress: LoadProgress | None) -> Callable[[str], None]:
+    """What to call with each kernel that is compiled."""
     seen: list[str] = []
 
     def compiling(kernel: str) -> None:
@@ -38,13 +107,4 @@ def backend(config: LoadConfig, progress: LoadProgress | None) -> Backend:
         elif len(seen) == 1:
             log.info(COMPILING)
 
-    settings: dict[str, Any] = {}
-    if device == "cpu":
-        settings = {
-            "threads": config.threads,
-            "deterministic": config.deterministic,
-            "progress": compiling,
-            "kernel_cache": hub.cache_dir(),
-        }
-    made: Backend = importlib.import_module(f"pykv.backends.{device}").create(**settings)
-    return made
+    return compiling

@@ -255,8 +255,12 @@ def check_logits(logits: F32, step: Step) -> None:
     # a maximum or minimum is NaN where any value is
     if logits.size == 0 or (np.isfinite(logits.max()) and np.isfinite(logits.min())):
         return
-    row = int(np.argmin(np.isfinite(logits).all(axis=-1)))
-    raise NumericsError(
-        f"position {step.positions[step.outputs[row]]}: a logit is not a finite number; the model "
-        "file may be damaged, or --kv-tail-type bf16 or another cache type is needed"
+    raise bad_logits(step, int(np.argmin(np.isfinite(logits).all(axis=-1))))
+
+
+def bad_logits(step: Step, output: int) -> NumericsError:
+    """What to raise for the logits of one of a step's outputs."""
+    return NumericsError(
+        f"position {step.positions[step.outputs[output]]}: a logit is not a finite number; the "
+        "model file may be damaged, or --kv-tail-type bf16 or another cache type is needed"
     )

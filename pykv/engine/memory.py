@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pykv.errors import OutOfMemoryError
+from pykv.models.base import Hparams
 
 _MIB = 1 << 20
 _STEP = 256  # tokens by which a suggested context is rounded down
@@ -48,6 +49,12 @@ def _cgroup_free() -> int | None:
     return None
 
 
+def batch_bytes(h: Hparams, ubatch: int, n_vocab: int) -> int:
+    """About what a batch of `ubatch` tokens computes in, and the process itself."""
+    row = 6 * h.n_embd + 3 * max(h.n_ff) + 3 * max(h.n_head) * h.d_k
+    return ubatch * row * 4 + n_vocab * 8 + (64 << 20)
+
+
 def check(
     file: str,
     weight_bytes: int,
@@ -56,6 +63,7 @@ def check(
     cache_bytes: Callable[[int], int],
     free: int | None,
     flags: Sequence[str] = ("--ctx-size", "--cache-type-k", "--cache-type-v"),
+    what: str = "memory",
 ) -> None:
     """Raise OutOfMemoryError, with the numbers and what would fit, when it does not fit.
 
@@ -84,6 +92,6 @@ def check(
         else "no context would fit: use a smaller model, or one with smaller weights"
     )
     raise OutOfMemoryError(
-        f"{file} does not fit the {free / _MIB:,.0f} MiB of memory that are free ({sizes}); "
+        f"{file} does not fit the {free / _MIB:,.0f} MiB of {what} that are free ({sizes}); "
         f"{advice}"
     )

@@ -6,7 +6,8 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from pykv import registry
-from pykv.backends.base import F32, I32, Backend
+from pykv.backends.base import F32, I32, Backend, Step
 from pykv.cache import layout
 from pykv.cache.store import Store
 from pykv.config import CacheConfig, LoadConfig, SamplingConfig
 from pykv.engine import guard, hub, memory, numbers
-from pykv.engine.chat import Chat
+from pykv.engine.chat import Chat, given_template
 from pykv.engine.devices import LoadProgress, backend
 from pykv.engine.divergence import Divergence
 from pykv.engine.logits_file import LogitsReader, LogitsWriter
@@ -33,7 +34,7 @@ from pykv.engine.perplexity import (
 )
 from pykv.engine.sampler import Sampler
 from pykv.engine.session import Generation, Prompt, Session
-from pykv.errors import CacheFullError, ConfigError, TemplateError
+from pykv.errors import CacheFullError, ConfigError
 from pykv.gguf import GGUFFile, open_gguf
 from pykv.tokenizer import Tokenizer, from_metadata, select
 
@@ -101,7 +102,8 @@ class Model:
             self.metadata = self._file.metadata
             self.architecture: str = self._file.get_str("general.architecture")
             self.tokenizer = from_metadata(self.metadata, where=self._file.file)
-            self._dev = backend(load, progress)
+            n_layer = self._file.get_int(f"{self.architecture}.block_count", 0)
+            self._dev = backend(load, n_layer, progress)
             self._load_graph()
         except BaseException:
             self.close()
@@ -123,20 +125,23 @@ class Model:
         self.ubatch = min(load.ubatch, load.batch, self.n_ctx)
         self.config = guard.guarded(self.config, self._file, self._graph.shapes)
         self._store = self._new_store(self.config, self.n_ctx)
-        if load.check_memory:
-            memory.check(
-                self._file.file, self._file.nbytes, self._scratch_bytes(), self.n_ctx,
-                self.store.estimate, memory.free_bytes(),
-            )  # fmt: skip
+        self._check_memory(self.n_ctx, self.store.estimate)
         dev.prepare(self._graph.shapes, self.store.formats)
+        self.store.memory.reserve(self.store.estimate(self.n_ctx))
         guard.self_test(dev, self.store)
 
-    def _scratch_bytes(self) -> int:
-        """About what a batch of `ubatch` tokens computes in, and the process itself."""
-        h = self._graph.h
-        row = 6 * h.n_embd + 3 * max(h.n_ff) + 3 * max(h.n_head) * h.d_k
-        total: int = self.ubatch * row * 4 + self.n_vocab * 8 + (64 << 20)
-        return total
+    def _check_memory(self, n_ctx: int, cache_bytes: Callable[[int], int]) -> None:
+        """Raise OutOfMemoryError: the model and so large a cache do not fit."""
+        if not self.load_config.check_memory:
+            return
+        own, of_device = self.dev.own_bytes(self._graph.shapes, n_ctx), self.dev.free_bytes()
+        free, what = (
+            (memory.free_bytes(), "memory") if of_device is None else (of_device, "GPU memory")
+        )
+        scratch = own + memory.batch_bytes(self._graph.h, self.ubatch, self.n_vocab)
+        memory.check(
+            self._file.file, self._file.nbytes, scratch, n_ctx, cache_bytes, free, what=what
+        )
 
     @property
     def dev(self) -> Backend:
@@ -195,17 +200,48 @@ class Model:
         All of it counts or nothing does; `store` is another cache than the model's own.
         Raises CacheFullError, NumericsError, CancelledError.
         """
-        dev, store = self.dev, self.store if store is None else store
+        with self._counted(batch, outputs, cancelled, store) as step:
+            logits = self.dev.run(self._graph, step)
+            guard.check_logits(logits, step)
+        return logits
+
+    def draw(
+        self,
+        batch: tuple[int, I32],
+        sampler: Sampler,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> int:
+        """Read tokens of a sequence as `step` does, and draw the one that follows, on the device
+        where the backend can.
+        """
+        last = np.array([len(batch[1]) - 1], np.int32)
+        if not self.dev.chooses:
+            return sampler.sample(self.step([batch], last, cancelled)[0])
+        with self._counted([batch], last, cancelled) as step:
+            chosen = self.dev.choose(self._graph, step, sampler.choice())
+            if not chosen.finite:
+                raise guard.bad_logits(step, 0)
+        sampler.drawn(chosen.n_candidates)
+        return chosen.token
+
+    @contextmanager
+    def _counted(
+        self,
+        batch: Sequence[tuple[int, I32]],
+        outputs: I32,
+        cancelled: Callable[[], bool] | None,
+        store: Store | None = None,
+    ) -> Iterator[Step]:
+        """A batch that counts when the block ends, and leaves no trace when it raises."""
+        store = self.store if store is None else store
         try:
             step = store.begin(batch, outputs)
             step.cancelled = cancelled
-            logits = dev.run(self._graph, step)
-            guard.check_logits(logits, step)
+            yield step
         except BaseException:
             store.abort()
             raise
         store.commit()
-        return logits
 
     def sampler(self, sampling: SamplingConfig | None = None) -> Sampler:
         """A sampler with these settings, or the model's own."""
@@ -266,17 +302,8 @@ class Model:
 
         Raises TemplateError: the model has none, and none was given.
         """
-        override = template if template is not None else self._template_override()
+        override = template if template is not None else given_template(self.load_config)
         return Chat(self, select(self.metadata, override, self._file.file), system)
-
-    def _template_override(self) -> str | None:
-        given = self.load_config.chat_template
-        if given is None or not os.path.isfile(given):
-            return given
-        try:
-            return Path(given).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TemplateError(f"{given}: the template cannot be read: {error}") from error
 
     def logits(self, tokens: Sequence[int]) -> F32:
         """Logits f32 [tokens, V] of a text that starts here, read in batches.
@@ -341,18 +368,14 @@ class Model:
         return compare(self, beside, text, ctx_size, chunks, progress)
 
     def _new_store(self, cache: CacheConfig, n_ctx: int) -> Store:
-        store = Store(self._graph.shapes, cache, n_ctx)
+        store = Store(self._graph.shapes, cache, n_ctx, self.dev.page_memory())
         store.numbers = numbers.of_cache(self._file, self.path, store.shapes, store.formats)
         return store
 
     def _another_store(self, cache: CacheConfig, n_ctx: int) -> Store:
         """A second cache for the same weights, its kernels ready."""
         shapes, store = self._graph.shapes, self._new_store(cache, n_ctx)
-        if self.load_config.check_memory:
-            memory.check(
-                self._file.file, self._file.nbytes, self._scratch_bytes(), n_ctx,
-                lambda n: self.store.estimate(n) + store.estimate(n), memory.free_bytes(),
-            )  # fmt: skip
+        self._check_memory(n_ctx, lambda n: self.store.estimate(n) + store.estimate(n))
         self.dev.prepare(shapes, store.formats)
         return store
 

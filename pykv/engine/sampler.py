@@ -12,119 +12,26 @@ words of MT19937, as there).
 
 from __future__ import annotations
 
-import logging
 import math
-import secrets
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from pykv.backends.base import Choice
 from pykv.config import SamplingConfig
-from pykv.errors import ConfigError, GGUFError, NumericsError
+from pykv.engine.sampler_settings import settle
+from pykv.errors import ConfigError, NumericsError
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
-_LOG = logging.getLogger("pykv")
 _BLOCKS = 4096  # maxima that are compared in the search for the top k
 _MAX_K = _BLOCKS // 4  # beyond this many, the k-th block maximum is a poor bound
+_NONE = np.empty(0, np.int64)
 _NO_CHANGE = (np.empty(0, np.int64), np.empty(0, np.float32))
-
-_KEYS = {  # field of SamplingConfig -> key under general.sampling. (None: no key), default
-    "temperature": ("temp", 0.8),
-    "top_k": ("top_k", 40),
-    "top_p": ("top_p", 0.95),
-    "min_p": ("min_p", 0.05),
-    "typical_p": (None, 1.0),
-    "repeat_last_n": ("penalty_last_n", 64),
-    "repeat_penalty": ("penalty_repeat", 1.0),
-    "presence_penalty": (None, 0.0),
-    "frequency_penalty": (None, 0.0),
-}
-# keys that ask for a step that this chain does not have, and the value that switches it off
-_FOREIGN = {"sequence": "", "xtc_probability": 0, "mirostat": 0}
-
-
-@dataclass(frozen=True)
-class SamplerSettings:
-    """Every sampling value that a run really used, the seed included."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    typical_p: float
-    repeat_last_n: int
-    repeat_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int
-
-    @property
-    def penalises(self) -> bool:
-        """Whether any penalty changes logits."""
-        return self.repeat_last_n != 0 and (
-            self.repeat_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
-
-
-def settle(config: SamplingConfig, metadata: Mapping[str, object]) -> SamplerSettings:
-    """The user's values, else the model file's, else llama.cpp's defaults; a seed in any case.
-
-    Raises ConfigError for a value of the user's that makes no sense, GGUFError for one of the
-    file's.
-    """
-    values: dict[str, float] = {}
-    for field, (key, default) in _KEYS.items():
-        value = getattr(config, field)
-        name = f"general.sampling.{key}"
-        if value is not None:
-            values[field] = _checked(field, value, type(default))
-        elif key is not None and name in metadata:
-            values[field] = _from_file(field, name, metadata[name], type(default))
-        else:
-            values[field] = default
-    for key, off in _FOREIGN.items():
-        found = metadata.get(f"general.sampling.{key}", off)
-        if found != off:
-            _LOG.warning(
-                "the model asks for general.sampling.%s = %s, which pykv does not have; ignored",
-                key,
-                found,
-            )
-    seed = config.seed
-    if seed is None or seed == -1:
-        seed = secrets.randbits(32)
-    elif not 0 <= seed < 2**32:
-        raise ConfigError(f"seed must be -1 (a fresh one) or 0 to {2**32 - 1}, not {seed}")
-    return SamplerSettings(**values, seed=seed)  # type: ignore[arg-type]
-
-
-def _from_file(field: str, name: str, value: object, kind: type) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise GGUFError(f"{name} is {value!r}, where a number was expected")
-    try:
-        return _checked(field, float(value), kind)
-    except ConfigError as error:
-        raise GGUFError(f"{name}: {error}") from error
-
-
-def _checked(field: str, value: float, kind: type) -> float:
-    name = field.replace("_", "-")
-    if not math.isfinite(value):
-        raise ConfigError(f"{name} must be a finite number, not {value}")
-    if field == "repeat_penalty" and value <= 0:
-        raise ConfigError(f"{name} must be more than 0 (1 is off), not {value}")
-    if field == "repeat_last_n" and value < -1:
-        raise ConfigError(f"{name} must be -1 (all), 0 (off) or a count of tokens, not {value}")
-    number: float = kind(value)
-    return number
 
 
 class Sampler:
@@ -188,12 +95,33 @@ class Sampler:
         ids, probs = self.candidates(logits)
         if len(ids) == 1:
             return int(ids[0])
-        low, high = self._random.randint(0, 2**32, size=2, dtype=np.uint32).tolist()
         total = np.cumsum(probs)
-        target = (low + high * 2.0**32) * 2.0**-64 * total[-1]
+        target = self._uniform() * total[-1]
         # the minimum: rounding may reach the end; side="right" passes over probabilities of 0
         target = min(target, np.nextafter(total[-1], 0))
         return int(ids[np.searchsorted(total, target, side="right")])
+
+    def choice(self) -> Choice:
+        """The next draw, for a backend that draws tokens itself; `drawn` ends it."""
+        s = self.settings
+        state = self._random.get_state(legacy=False)
+        uniform = self._uniform()
+        self._random.set_state(state)  # a choice of one takes no random numbers
+        seen = self._penalised()
+        return Choice(
+            s.temperature, s.top_k, s.top_p, s.min_p, s.typical_p, s.repeat_penalty,
+            s.presence_penalty, s.frequency_penalty, *seen, self._suppress, uniform,
+        )  # fmt: skip
+
+    def drawn(self, n_candidates: int) -> None:
+        """A token was drawn by `choice`, out of so many."""
+        if n_candidates > 1:
+            self._uniform()
+
+    def _uniform(self) -> float:
+        """At least 0 and below 1, up to rounding."""
+        low, high = self._random.randint(0, 2**32, size=2, dtype=np.uint32).tolist()
+        return float((low + high * 2.0**32) * 2.0**-64)
 
     def candidates(self, logits: F32) -> tuple[I64, F64]:
         """What can be drawn: ids i64 [n] and their probabilities f64 [n], which sum to 1.
@@ -252,14 +180,18 @@ class Sampler:
         n = _reach(np.cumsum(np.exp(values - top)) / total, s.top_p)
         return ids[:n], values[:n]
 
+    def _penalised(self) -> tuple[I64, I64]:
+        """Tokens whose logits penalties change, and how often each occurred."""
+        if not self.settings.penalises or not self._history:
+            return _NONE, _NONE
+        history, last = np.frombuffer(self._history, np.int64), self.settings.repeat_last_n
+        return np.unique(history if last < 0 else history[-last:], return_counts=True)
+
     def _changes(self, x: F32) -> tuple[I64, F32]:
         """Where penalties and suppression change a logit: ids i64 [n] and the new logits."""
-        s = self.settings
-        if not s.penalises or not self._history:
+        s, (ids, counts) = self.settings, self._penalised()
+        if not ids.size:
             return self._suppress, np.full(self._suppress.size, -np.inf, np.float32)
-        history = np.frombuffer(self._history, np.int64)
-        window = history if s.repeat_last_n < 0 else history[-s.repeat_last_n :]
-        ids, counts = np.unique(window, return_counts=True)
         v = x[ids].astype(np.float64)
         v = np.where(v > 0, v / s.repeat_penalty, v * s.repeat_penalty)
         v -= counts * s.frequency_penalty + s.presence_penalty

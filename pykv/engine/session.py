@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from pykv.backends.base import F32
+from pykv.backends.base import F32, I32
 from pykv.config import SamplingConfig
 from pykv.engine.sampler import Sampler
 from pykv.engine.stats import Finish, Stats
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pykv.engine.model import Model
 
 
+T = TypeVar("T")
+NO_OUTPUTS = np.empty(0, np.int32)
 Prompt = str | bytes | Sequence[int]  # a text, or token ids
 
 
@@ -72,6 +74,34 @@ class Session:
         The token that `generate` drew last comes before them.
         Raises CacheFullError, CancelledError, NumericsError: whole batches that were read stay.
         """
+
+        def run(batch: tuple[int, I32]) -> F32:
+            last = np.array([len(batch[1]) - 1], np.int32)
+            logits: F32 = self._model.step([batch], last, cancelled)[0]
+            return logits
+
+        return self._read(tokens, run, run)
+
+    def draw(
+        self,
+        tokens: Sequence[int],
+        sampler: Sampler,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> int:
+        """Add tokens as `read` does; returns the token that the sampler draws after the last."""
+        return self._read(
+            tokens,
+            lambda batch: self._model.step([batch], NO_OUTPUTS, cancelled),
+            lambda batch: self._model.draw(batch, sampler, cancelled),
+        )
+
+    def _read(
+        self,
+        tokens: Sequence[int],
+        run: Callable[[tuple[int, I32]], object],
+        run_last: Callable[[tuple[int, I32]], T],
+    ) -> T:
+        """Run all batches of the tokens; returns what the last one gives."""
         if self._number is None or not tokens:
             raise ConfigError("there is nothing to read: the prompt has no tokens")
         tokens = [*self.unread, *tokens]
@@ -81,14 +111,20 @@ class Session:
                 f"the text is too long: {len(tokens):,} tokens are to be read, and {room:,} of the "
                 f"context's {self._model.n_ctx:,} are free; raise ctx_size (-c) or shorten it"
             )
-        for start in range(0, len(tokens), self._model.ubatch):
-            part = np.asarray(tokens[start : start + self._model.ubatch], np.int32)
-            last = np.array([len(part) - 1], np.int32)
-            self._fed[len(self) :] = part.tolist()
-            logits = self._model.step([(self._number, part)], last, cancelled)
+        n, step = len(tokens), self._model.ubatch
+        for start in range(0, n - 1 - (n - 1) % step, step):
+            run(self._next(tokens[start : start + step]))
             self.unread = []  # among the first part's
-        after: F32 = logits[0]
-        return after
+        result = run_last(self._next(tokens[n - 1 - (n - 1) % step :]))
+        self.unread = []
+        return result
+
+    def _next(self, tokens: Sequence[int]) -> tuple[int, I32]:
+        """A batch of this sequence."""
+        if self._number is None:
+            raise ConfigError("the session was freed")
+        self._fed[len(self) :] = tokens
+        return self._number, np.asarray(tokens, np.int32)
 
     def generate(
         self,
@@ -232,17 +268,19 @@ class Generation:
         try:
             if self._cancelled:
                 return self._ended("cancelled")
-            logits = self._read()
+            if self._max == 0:
+                self._take(lambda session, tokens: session.read(tokens, self._is_cancelled))
+                self.prompt_read = True
+                return self._ended("length")
+            token = self._take(
+                lambda session, tokens: session.draw(tokens, self._sampler, self._is_cancelled)
+            )
         except CancelledError:
             return self._ended("cancelled")
         except CacheFullError:
             if not self.prompt_read:
                 raise
             return self._ended("context")
-        if self._max == 0:
-            self.prompt_read = True
-            return self._ended("length")
-        token = self._sampler.sample(logits)
         self.prompt_read = True
         if token in self._model.tokenizer.eog:
             return self._ended("stop")
@@ -255,19 +293,22 @@ class Generation:
             shown += self._ended("length")
         return shown
 
-    def _read(self) -> F32:
-        """Logits after the last token, or after the prompt."""
+    def _is_cancelled(self) -> bool:
+        return self._cancelled
+
+    def _take(self, use: Callable[[Session, Sequence[int]], T]) -> T:
+        """What `use` makes of the session and the tokens that it has not read yet."""
         if self.session is not None:
-            return self.session.read(self.tokens[-1:], lambda: self._cancelled)
+            return use(self.session, self.tokens[-1:])
         began = time.perf_counter()
         self.session, prompt = self._start()
         before = [*self.session.tokens, *self.session.unread, *prompt]
         self._sampler.accept(before)
         cached, n = len(self.session), len(before)
         self._stats = replace(self._stats, prompt_tokens=n, cached_tokens=cached)
-        logits = self.session.read(prompt, lambda: self._cancelled)
+        result = use(self.session, prompt)
         self._stats = replace(self._stats, prompt_seconds=time.perf_counter() - began)
-        return logits
+        return result
 
     def _ended(self, finish: Finish) -> str:
         """Note down why it ended; returns what the decoder and the stop strings still hold."""

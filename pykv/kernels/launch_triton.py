@@ -88,6 +88,19 @@ def product(name: str, rows: int, add: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def table(name: str) -> list[float]:
+    """The 16 numbers that a weight type's `weight` looks up, or zeros."""
+    own = getattr(import_module(f"pykv.formats.{name}"), "TABLE", (0,) * 16)
+    return [float(x) for x in own]
+
+
+def operand(types: tuple[str, ...]) -> Any:
+    """What tiles of these types, pages' and tails', are multiplied in."""
+    if "f32" in types:
+        return tl.float32
+    return tl.bfloat16 if "bf16" in types else tl.float16
+
+
 def extra(name: str, measured: Any) -> Any:
     """What `extra` points to, f32 [KV heads, n]: a type's own table, or what was measured."""
     table = getattr(module(name), "LEVELS", None)

@@ -1,0 +1,293 @@
+"""Attention of one batch on the GPU: writes, row and prompt kernels, encoding, in the right order.
+
+What changes from batch to batch lies in device memory at addresses that stay, so that the same
+launches, captured once, serve every later batch of as many rows. Pages that a decoding step fills
+are encoded after it, layer by layer, since nothing of it sees them encoded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pykv.backends.base import I64, PAGE, CacheFormats, LayerShape, Rope, Step
+from pykv.backends.cuda_memory import Changing, DeviceMemory, Tables, capacity_for
+from pykv.backends.page_maps import PageMaps, Turns
+from pykv.errors import NumericsError
+from pykv.kernels import attention_triton, elementwise_triton, encode_triton, launch_triton
+
+MOST_ROWS = 8  # that decoding takes at a time
+LINES = 64  # query heads x queries of a prompt's program
+PROGRAMS = 512  # about so many fill a GPU
+
+
+def upto(n: int) -> int:
+    """The next multiple of 32."""
+    return (n + 31) // 32 * 32
+
+
+def chunks_for(n_ctx: int) -> int:
+    """Chunks of a row's partial sums, at most."""
+    return -(-capacity_for(n_ctx) // int(attention_triton.CHUNK))
+
+
+def sums_bytes(shape: LayerShape, rows: int, n_ctx: int) -> int:
+    """Of partial sums and their statistics, where pages are mapped."""
+    return rows * shape.n_head * chunks_for(n_ctx) * (2 * upto(shape.d_v) + 2) * 4
+
+
+class LayerMaps:
+    """What a layer's kernels read beside pages, and their compile-time parameters."""
+
+    def __init__(
+        self, shape: LayerShape, formats: CacheFormats, numbers: Sequence[Any], device: torch.device
+    ) -> None:
+        maps = PageMaps(shape, formats, numbers)
+        self.d_k, self.d_v = maps.d_k, maps.d_v  # of pages
+
+        def far(array: Any) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        self.extra_k = far(launch_triton.extra(formats.page_k, maps.extra_k))
+        self.extra_v = far(launch_triton.extra(formats.page_v, maps.extra_v))
+        # [KV heads or 1, D, R], as they are without their filling
+        self.matrix_k = None if maps.matrix_k is None else far(maps.matrix_k[..., : maps.d_k])
+        self.matrix_v = None if maps.matrix_v is None else far(maps.matrix_v[..., : maps.d_v])
+        self.mapped = self.matrix_k is not None or self.matrix_v is not None
+        self.fixed = launch_triton.attention(
+            (formats.page_k, formats.page_v), (shape.d_k, shape.d_v),
+            (maps.d_k, maps.d_v) if self.mapped else None, (formats.tail_k, formats.tail_v),
+        ) | {"ENCODED": not formats.exact}  # fmt: skip
+        self.size = upto(shape.d_v) + (upto(maps.d_v) if self.mapped else 0)
+
+
+Moves = list[list[list[slice]]]  # of each round, layer and side: where its moves lie
+
+
+class CudaAttention:
+    """Launches a batch's attention.
+
+    `maps` are the layers'. `moves` and `far_moves`, i64 [n, 2] on the device, say which pages are
+    encoded between rounds; without them none is.
+    """
+
+    def __init__(
+        self, device: torch.device, step: Step, maps: Sequence[LayerMaps], tables: Tables,
+        deterministic: bool,
+    ) -> None:  # fmt: skip
+        if not isinstance(step.memory, DeviceMemory):
+            raise NumericsError("the cache's pages do not lie in the GPU's memory")
+        self._device, self._maps, self._deterministic = device, maps, deterministic
+        self.step, self._pool = step, step.memory.pool
+        self.moves: Moves = []
+        self.far_moves = torch.empty(0, 2, dtype=torch.int64, device=device)
+        self._ropes: dict[int, tuple[Rope, Changing]] = {}
+        self._turns: dict[int, tuple[Rope, tuple[torch.Tensor, ...]]] = {}
+        self._blank = torch.zeros(1, dtype=torch.float32, device=device)
+        self._chunks = chunks_for(step.n_ctx)
+        self._partial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        arrays: dict[str, Any] = {
+            "tokens": step.tokens, "positions": step.positions, "outputs": step.outputs,
+            "records": step.records, "flags": np.zeros((len(step.shapes), 4), np.int64),
+            **{f"rows{i}": r.rows for i, r in enumerate(step.rounds)},
+        }  # fmt: skip
+        self.changing = Changing(device, arrays)
+        self.set(step, tables)
+
+    def set(self, step: Step, tables: Tables) -> None:
+        """Take over another batch of as many rows."""
+        self.step = step
+        tables.update(step)
+        host = self.changing.host
+        host["tokens"][:], host["positions"][:] = step.tokens, step.positions
+        host["outputs"][:], host["flags"][:] = step.outputs, 0
+        tables.records(step, host["records"])
+        for rope, turned in self._ropes.values():
+            turned.host["cos"][:], turned.host["sin"][:] = rope.tables(step.positions)
+            turned.send()
+        self.changing.send()
+
+    def check(self) -> list[tuple[int, int]]:
+        """Layers and counts of clamped values.  Raises NumericsError: a value is no number."""
+        flags = self.changing.far["flags"].cpu().numpy()
+        bad = np.flatnonzero(flags[:, 0])
+        if len(bad):
+            raise NumericsError(
+                f"layer {bad[0]}, position {flags[bad[0], 1]}: a key or value is not a finite "
+                "number; the model file may be damaged"
+            )
+        return [(int(layer), int(flags[layer, 2])) for layer in np.flatnonzero(flags[:, 2])]
+
+    # launching
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: Rope | None,
+        scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        """One layer's attention, [T, H * D]; q and k are turned where they lie."""
+        shape, formats = self.step.shapes[layer], self.step.formats[layer]
+        records, flags = (self.changing.far[name][layer] for name in ("records", "flags"))
+        tails, at_read = (formats.tail_k, formats.tail_v), formats.position == "read"
+        cos, sin, n_rot, neox = self._angles(rope)
+        elementwise_triton.rope(q, cos, sin, n_rot, neox)
+        if not at_read:
+            elementwise_triton.rope(k, cos, sin, n_rot, neox)
+        q_pages = self._turned(q, self._maps[layer].matrix_k)
+        out = torch.empty(len(q), shape.n_head * shape.d_v, device=self._device)
+        turns = self._read_angles(rope) if at_read else (self._blank,) * 4
+        fixed = self._maps[layer].fixed
+        fixed = fixed | {"N_ROT": n_rot if at_read else 0, "NEOX": neox}
+        few = len(q) <= MOST_ROWS or self._deterministic
+        for number, round_ in enumerate(self.step.rounds):
+            rows = self.changing.far[f"rows{number}"]
+            elementwise_triton.write(self._pool, records, rows, k, v, flags, tails)
+            if few:
+                for first in range(0, len(rows), MOST_ROWS):
+                    part = rows[first : first + MOST_ROWS]
+                    self._attend_rows(layer, part, q, q_pages, out, turns, scale, fixed)
+            else:
+                for s in round_.segments:
+                    part = slice(s.first, s.first + s.count)
+                    self._attend_prompt(layer, part, q, q_pages, out, turns, scale, fixed)
+            if self.moves and self.moves[number]:
+                self.encode(layer, [self.far_moves[part] for part in self.moves[number][layer]])
+        return out
+
+    def _angles(self, rope: Rope | None) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
+        """cos and sin f32 [T, pairs] of the batch, channels that turn, and whether NEOX pairs."""
+        if rope is None:
+            return self._blank, self._blank, 0, False
+        if id(rope) not in self._ropes:
+            cos, sin = rope.tables(self.step.positions)
+            turned = Changing(self._device, {"cos": cos, "sin": sin})
+            turned.send()
+            self._ropes[id(rope)] = (rope, turned)
+        far = self._ropes[id(rope)][1].far
+        return far["cos"], far["sin"], rope.n_rot, rope.neox
+
+    def _read_angles(self, rope: Rope | None) -> tuple[torch.Tensor, ...]:
+        """Angles for keys that are stored before RoPE, for every entry of a table."""
+        if rope is None:
+            return (self._blank,) * 4
+        if id(rope) not in self._turns:
+            sinks = int(self.step.records[0, 0, 3])
+            turns = Turns(rope, sinks, capacity_for(self.step.n_ctx))
+            far = tuple(torch.from_numpy(t).to(self._device) for t in turns.tables)
+            self._turns[id(rope)] = (rope, far)
+        return self._turns[id(rope)][1]
+
+    def _turned(self, x: torch.Tensor, matrix: torch.Tensor | None) -> torch.Tensor:
+        """Queries [T, H, D] as the key pages want them: each KV head's group through its map."""
+        if matrix is None:
+            return x
+        by_head = x.reshape(len(x), len(matrix), -1, x.shape[2])
+        return torch.einsum("tghd,gdr->tghr", by_head, matrix).reshape(*x.shape[:2], -1)
+
+    def _sums(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for partial sums of some rows; layers follow each other and share it."""
+        n = rows * self.step.shapes[layer].n_head * self._chunks * self._maps[layer].size
+        if n not in self._partial:
+            stats = rows * self.step.shapes[layer].n_head * self._chunks * 2
+            self._partial[n] = (
+                torch.empty(n, device=self._device), torch.empty(stats, device=self._device)
+            )  # fmt: skip
+        return self._partial[n]
+
+    def _attend_rows(
+        self, layer: int, rows: torch.Tensor, q: torch.Tensor, q_pages: torch.Tensor,
+        out: torch.Tensor, turns: tuple[torch.Tensor, ...], scale: float, fixed: dict[str, Any],
+    ) -> None:  # fmt: skip
+        shape, maps, count = self.step.shapes[layer], self._maps[layer], len(rows)
+        group = shape.n_head // shape.n_kv
+        records = self.changing.far["records"][layer]
+        partial, stats = self._sums(layer, count)
+        # one is enough where programs run one after the other
+        programs = PROGRAMS if self._device.type == "cuda" else 1
+        splits = launch_triton.upto(max(1, programs // (count * shape.n_kv)))
+        attention_triton.attend_rows[count, shape.n_kv, min(splits, self._chunks)](
+            self._pool, records, rows, q, q_pages, partial, stats, maps.extra_k, maps.extra_v,
+            maps.extra_k.shape[1], maps.extra_v.shape[1], shape.n_kv, self._chunks,
+            scale * math.log2(math.e), *turns, GROUP=group,
+            TILE=max(launch_triton.LEAST_DOT, launch_triton.upto(group)),
+            SPLITS=min(splits, self._chunks), **fixed,
+        )  # fmt: skip
+        pages = (
+            torch.empty(len(q), shape.n_head, maps.d_v, device=self._device) if maps.mapped else out
+        )
+        attention_triton.combine[count, shape.n_head](
+            records, rows, partial, stats, out, pages, self._chunks, maps.size,
+            HEADS=shape.n_head, D=shape.d_v, WIDTH=launch_triton.upto(shape.d_v), PAGE_D=maps.d_v,
+            PAGE_WIDTH=launch_triton.upto(maps.d_v), MAPPED=maps.mapped,
+        )  # fmt: skip
+        if maps.mapped:
+            index = rows.long()
+            back = self._back(layer, pages[index])
+            out.index_add_(0, index, back)
+
+    def _attend_prompt(
+        self, layer: int, part: slice, q: torch.Tensor, q_pages: torch.Tensor, out: torch.Tensor,
+        turns: tuple[torch.Tensor, ...], scale: float, fixed: dict[str, Any],
+    ) -> None:  # fmt: skip
+        shape, maps, count = self.step.shapes[layer], self._maps[layer], part.stop - part.start
+        group = shape.n_head // shape.n_kv
+        at_once = max(1, LINES // group)
+        pages = (
+            torch.empty(count, shape.n_head, maps.d_v, device=self._device) if maps.mapped else out
+        )
+        attention_triton.attend_prompt[-(-count // at_once), shape.n_kv](
+            self._pool, self.changing.far["records"][layer, part.start], q[part], q_pages[part],
+            out[part], pages, maps.extra_k, maps.extra_v, maps.extra_k.shape[1],
+            maps.extra_v.shape[1], count, shape.n_kv, shape.window, scale * math.log2(math.e),
+            *turns, GROUP=group, QUERIES=at_once,
+            LINES=max(launch_triton.LEAST_DOT, launch_triton.upto(at_once * group)), **fixed,
+        )  # fmt: skip
+        if maps.mapped:
+            out[part] += self._back(layer, pages)
+
+    def _back(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """What came out of value pages, [T, H, R] -> [T, H * D]."""
+        matrix = self._maps[layer].matrix_v
+        if matrix is None:
+            return pages.reshape(len(pages), -1)
+        return self._turned(pages, matrix.transpose(1, 2)).reshape(len(pages), -1)
+
+    def encode(self, layer: int, sides: Sequence[torch.Tensor]) -> None:
+        """Encode full tail pages of keys and of values; their tables' entries point there then.
+
+        sides: moves i64 [n, 2] on the device, of the layer's KV heads one after the other.
+        """
+        shape, formats, maps = self.step.shapes[layer], self.step.formats[layer], self._maps[layer]
+        of_side = (
+            ("key", formats.page_k, formats.tail_k, shape.d_k, maps.matrix_k, maps.extra_k),
+            ("value", formats.page_v, formats.tail_v, shape.d_v, maps.matrix_v, maps.extra_v),
+        )
+        for moves, (side, name, tail, d, matrix, extra) in zip(sides, of_side, strict=True):
+            if not len(moves):
+                continue
+            rows = None
+            if matrix is not None:
+                tokens = torch.empty(len(moves), PAGE, d, device=self._device)
+                encode_triton.gather_tails(self._pool, moves, tokens, side, tail, d)
+                by_head = tokens.reshape(-1, shape.n_kv, PAGE, d)
+                rows = torch.matmul(by_head, matrix).reshape(len(moves), PAGE, -1)
+                d = rows.shape[2]
+            encode_triton.encode(self._pool, moves, extra, name, side, d, shape.n_kv, tail, rows)
+
+
+def moves_of(step: Step, tables: Tables) -> tuple[I64, Moves]:
+    """All moves of a batch, with the device's addresses, and where each layer's lie among them."""
+    every = [np.empty((0, 2), np.int64)]
+    places: Moves = []
+    at = 0
+    for round_ in step.rounds:
+        places.append([])
+        for layer in round_.moves:
+            every += [tables.moves(step, moves) for moves in layer]
+            ends = at + len(every[-2]), at + len(every[-2]) + len(every[-1])
+            places[-1].append([slice(at, ends[0]), slice(*ends)])
+            at = ends[1]
+    return np.concatenate(every), places

@@ -1,0 +1,135 @@
+"""Running batches on the GPU: a prompt's launches one by one, a decoding step's as a CUDA graph.
+
+A step is run once as it is, which compiles what it needs, and then captured; later steps of as many
+rows are replayed. Pages that it fills are encoded after it, which is a graph of its own. Where
+graphs cannot be had the same launches are made each time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pykv.backends.base import Step
+from pykv.backends.cuda_attention import MOST_ROWS, CudaAttention, LayerMaps, moves_of
+from pykv.backends.cuda_memory import Changing, Tables
+
+log = logging.getLogger("pykv")
+
+Forward = Callable[[Step, CudaAttention], torch.Tensor]  # a batch's launches; logits [outputs, V]
+
+
+@dataclass
+class _Captured:
+    """What can be replayed, what it reads and what it gives; `kept` stays alive with it."""
+
+    replay: Callable[[], None]
+    batch: CudaAttention
+    logits: torch.Tensor
+    kept: tuple[Any, ...]
+
+
+class Steps:
+    """Batches on one device; `graphs`: whether decoding steps are captured."""
+
+    def __init__(self, device: torch.device, deterministic: bool, graphs: bool) -> None:
+        self._device, self._deterministic, self.graphs = device, deterministic, graphs
+        self._tables = Tables(device)
+        self._maps: dict[int, tuple[Any, list[LayerMaps]]] = {}
+        self._captured: dict[tuple[Any, ...], _Captured] = {}
+        self._encoders: dict[tuple[Any, ...], tuple[Callable[[], None], Changing, Any]] = {}
+
+    def forget(self) -> None:
+        """After a batch that broke off: tables on the device may be half brought up to date."""
+        self._tables.forget()
+
+    def close(self) -> None:
+        """Give back what batches left."""
+        for held in (self._maps, self._captured, self._encoders):
+            held.clear()
+        self._tables.forget()
+
+    def run(self, graph: Any, step: Step, forward: Forward) -> tuple[torch.Tensor, CudaAttention]:
+        """Logits on the device, [outputs, V], and the batch, which knows what went wrong."""
+        if step.n_rows > MOST_ROWS or len(step.rounds) > 1:
+            batch = self._batch(step)
+            return self._read(step, batch, forward), batch
+        return self._decode(graph, step, forward)
+
+    def _batch(self, step: Step) -> CudaAttention:
+        key = id(step.formats)
+        if key not in self._maps:
+            numbers = step.numbers or ((),) * len(step.shapes)
+            layers = zip(step.shapes, step.formats, numbers, strict=True)
+            self._maps[key] = step.formats, [LayerMaps(*x, self._device) for x in layers]
+        return CudaAttention(
+            self._device, step, self._maps[key][1], self._tables, self._deterministic
+        )
+
+    def _read(self, step: Step, batch: CudaAttention, forward: Forward) -> torch.Tensor:
+        """A prompt: pages are encoded between its rounds."""
+        moves, batch.moves = moves_of(step, self._tables)
+        batch.far_moves = torch.from_numpy(moves).to(self._device)
+        return forward(step, batch)
+
+    def _decode(self, graph: Any, step: Step, forward: Forward) -> tuple[torch.Tensor, Any]:
+        """Few rows; nothing of them sees the pages that they fill encoded."""
+        key = (id(graph), step.n_rows, len(step.outputs), id(step.formats), id(step.memory))
+        known = self._captured.get(key)
+        if known is not None:
+            known.batch.set(step, self._tables)
+            known.replay()
+            logits, batch = known.logits, known.batch
+        else:
+            batch = self._batch(step)
+            logits = forward(step, batch)
+            replay = self._capture(lambda: forward(step, batch))
+            if replay is not None:
+                kept = (graph, step.formats, step.memory)
+                self._captured[key] = _Captured(replay[0], batch, replay[1], kept)
+        if step.rounds[0].moves:
+            self._encode(step, batch)
+        return logits, batch
+
+    def _capture(self, launch: Callable[[], Any]) -> tuple[Callable[[], None], Any] | None:
+        """What runs `launch` again, and its result's memory; None: there are no graphs."""
+        if not self.graphs:
+            return None
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                result = launch()
+        except RuntimeError as error:
+            self.graphs = False
+            log.warning("decoding goes on without CUDA graphs, and slower: %s", error)
+            return None
+        return graph.replay, result
+
+    def _encode(self, step: Step, batch: CudaAttention) -> None:
+        """Encode the pages that a decoding step filled."""
+        moves, places = moves_of(step, self._tables)
+        if not len(moves):
+            return
+        sizes = tuple(s.stop for layer in places[0] for s in layer)
+        key = (id(step.formats), id(step.memory), sizes)
+        if key in self._encoders:
+            replay, changing, _ = self._encoders[key]
+            changing.host["moves"][:] = moves
+            changing.send()
+            replay()
+            return
+        changing = Changing(self._device, {"moves": moves})
+        changing.send()
+
+        def launch() -> None:
+            for layer, sides in enumerate(places[0]):
+                batch.encode(layer, [changing.far["moves"][s] for s in sides])
+
+        launch()
+        captured = self._capture(launch)
+        if captured is not None:
+            self._encoders[key] = captured[0], changing, (batch, step.formats, step.memory)
