@@ -3,9 +3,10 @@
 A row is one query token; records and tables are those of attention_numba.py, in device memory, but
 that tables hold places in the pool of pages. A program takes one row, one KV head and every
 SPLITS-th chunk of eight table entries, and decodes a page once for all query heads of the group.
-Each chunk has sums of its own, so that a result depends neither on the number of splits nor on the
-other rows; `combine` adds them up. A prompt's program takes a block of queries with all heads of a
-group, and walks through all that they see.
+It walks only the chunks that the row sees, which the record says, so that the grid may be the same
+for every length. Each chunk has sums of its own, so that a result depends neither on the number of
+splits nor on the other rows; `combine` adds them up. A prompt's program takes a block of queries
+with all heads of a group, and walks through all that they see.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pykv.kernels.plain_triton import PAGE, key_tile, page_at, value_tile
 from pykv.kernels.position_triton import partner, turn
 
 CHUNK = tl.constexpr(8)  # table entries
+AT_ONCE = tl.constexpr(16)  # chunks whose sums `combine` reads at a time
 MASKED = tl.constexpr(-1.0e30)
 RECORD = tl.constexpr(16)  # int64 of a record
 
@@ -180,6 +182,14 @@ def first_entry(low, sinks):
 
 
 @triton.jit
+def chunks_seen(record):
+    """The first and the last chunk that hold positions which a row sees."""
+    sinks = tl.load(record + 3)
+    first, last = first_entry(tl.load(record + 6), sinks), entry_of(tl.load(record + 5), sinks)
+    return (first // CHUNK).to(tl.int32), (last // CHUNK).to(tl.int32)
+
+
+@triton.jit
 def load_query(q, line, real, scale, D: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr):
     """Queries [LINES, WIDTH] of D channels, scaled; zeros where a line is not real."""
     c = tl.arange(0, WIDTH)[None, :]
@@ -203,13 +213,15 @@ def attend_rows(
 ):  # fmt: skip
     """Partial sums f32 [rows, heads, chunks, size] and stats [..., 2] (log2 maximum, total).
 
-    q f32 [rows, heads, D_K], q_pages [rows, heads, PAGE_K]; `scale` includes log2(e). TILE is GROUP
-    rounded up to what tl.dot takes. ENCODED: whether there are pages, beside sinks and tail.
+    `chunks` is the room for a row; those that it does not see are not written. Row i of the sums is
+    that of record rows[i], as in q f32 [records, heads, D_K] and q_pages [records, heads, PAGE_K];
+    `scale` includes log2(e). TILE is GROUP rounded up to what tl.dot takes. ENCODED: whether there
+    are pages, beside sinks and tail.
     MAPPED: the pages' sums lie behind the others, PAGE_V wide. N_ROT: keys are stored before RoPE,
     which turns so many channels when they are read; 0: as they are to be read. K_OUTLIERS and
     V_OUTLIERS: a page's, and K_PLACES and V_PLACES these rounded up for tl.dot.
     """
-    i, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i, h, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     number = tl.load(rows + i).to(tl.int64)
     record = records + number * RECORD
     keys, values, sinks, encoded = tables(record, h)
@@ -221,7 +233,10 @@ def attend_rows(
     begin, final = first_entry(low, sinks), entry_of(position, sinks)
     WIDTH: tl.constexpr = (D_V + 31) // 32 * 32
     SIZE: tl.constexpr = WIDTH + ((PAGE_V + 31) // 32 * 32 if MAPPED else 0)
-    for chunk in range(split, chunks, SPLITS):
+    oldest, newest = chunks_seen(record)
+    # the first chunk from `oldest` on that is this split's
+    oldest += (split + SPLITS - oldest % SPLITS) % SPLITS
+    for chunk in range(oldest, newest + 1, SPLITS):
         m, total, acc0, acc1, b0, b1 = walk(
             pool, keys, values, tl.maximum(begin, chunk * CHUNK),
             tl.minimum(final, chunk * CHUNK + CHUNK - 1), sinks, encoded, query, page_query,
@@ -304,20 +319,36 @@ def store_sums(partial, place, distance, real, acc0, acc1, WIDTH: tl.constexpr, 
 
 @triton.jit
 def combine(
-    partial, stats, out, chunks, distance,
-    HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    records, rows, partial, stats, out, out_pages, chunks, distance,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE_D: tl.constexpr,
+    PAGE_WIDTH: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """out[row, head, :D] = the chunks' sums f32 [..., distance] by their share of the softmax."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    place, c = (row * HEADS + head) * chunks, tl.arange(0, WIDTH)
+    """out[rows[i], head, :D] = the chunks' sums f32 [..., distance] by their share of the softmax.
+
+    MAPPED: out_pages[rows[i], head, :PAGE_D] is the same of the pages' sums.
+    """
+    i, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    number = tl.load(rows + i).to(tl.int64)
+    first, last = chunks_seen(records + number * RECORD)
+    place, c, page_c = (i * HEADS + head) * chunks, tl.arange(0, WIDTH), tl.arange(0, PAGE_WIDTH)
     m, total = -1.0e30, 0.0
-    acc = tl.zeros((WIDTH,), tl.float32)
-    for chunk in range(chunks):
-        top, n = tl.load(stats + (place + chunk) * 2), tl.load(stats + (place + chunk) * 2 + 1)
-        most = tl.maximum(m, top)
+    acc, acc_pages = tl.zeros((WIDTH,), tl.float32), tl.zeros((PAGE_WIDTH,), tl.float32)
+    for begin in range(first // AT_ONCE * AT_ONCE, last + 1, AT_ONCE):
+        chunk = begin + tl.arange(0, AT_ONCE)
+        there, at = (chunk >= first) & (chunk <= last), place + chunk
+        top = tl.load(stats + at * 2, there, MASKED)
+        most = tl.maximum(m, tl.max(top, 0))
         shrink, share = tl.exp2(m - most), tl.exp2(top - most)
-        x = tl.load(partial + (place + chunk) * distance + c, c < D, 0.0)
-        acc = acc * shrink + x * share
-        total = total * shrink + n * share
+        total = total * shrink + tl.sum(share * tl.load(stats + at * 2 + 1, there, 0.0), 0)
+        sums, share = partial + at[:, None] * distance, share[:, None]
+        x = tl.load(sums + c[None, :], there[:, None] & (c < D)[None, :], 0.0)
+        acc = acc * shrink + tl.sum(x * share, 0)
+        if MAPPED:
+            sums += (D + 31) // 32 * 32
+            x = tl.load(sums + page_c[None, :], there[:, None] & (page_c < PAGE_D)[None, :], 0.0)
+            acc_pages = acc_pages * shrink + tl.sum(x * share, 0)
         m = most
-    tl.store(out + (row * HEADS + head) * D + c, acc / total, c < D)
+    line = number * HEADS + head
+    tl.store(out + line * D + c, acc / total, c < D)
+    if MAPPED:
+        tl.store(out_pages + line * PAGE_D + page_c, acc_pages / total, page_c < PAGE_D)

@@ -67,6 +67,19 @@ def attention(
     }  # fmt: skip
 
 
+def sums(d: int, page_d: int | None = None) -> int:
+    """f32 of one chunk's sums in `partial`; page_d: of values that transforms map, else None."""
+    return _padded(d) + (0 if page_d is None else _padded(page_d))
+
+
+def combination(heads: int, d: int, page_d: int | None = None) -> dict[str, Any]:
+    """Of `combine` for values of d channels; page_d as in `sums`, whose number is `distance`."""
+    return {
+        "HEADS": heads, "D": d, "WIDTH": upto(d), "PAGE_D": page_d or d,
+        "PAGE_WIDTH": upto(page_d or d), "MAPPED": page_d is not None,
+    }  # fmt: skip
+
+
 def encoder(name: str, side: str, d: int, tail: str = "f16") -> dict[str, Any]:
     """Of `encode_pages` for keys or values of d channels."""
     own, keys = module(name), side == "key"

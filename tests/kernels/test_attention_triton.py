@@ -130,25 +130,28 @@ def turns(rope, sinks, entries):
     return [torch.from_numpy(t) for t in tables] if tables else [torch.zeros(1)] * 4
 
 
-def attend(cache, group, q, splits=2, operand=tl.float16, rope=None):
-    """The kernels' output [rows, heads, d]."""
-    d, n_kv, rows = cache.d, cache.n_kv, len(cache.records)
+def attend(cache, group, q, splits=2, operand=tl.float16, rope=None, more_chunks=0, order=None):
+    """The kernels' output [rows, heads, d] of the records in `order`, NaN for others."""
+    d, n_kv, rows = cache.d, cache.n_kv, len(cache.records if order is None else order)
     extra_k, extra_v = extras(cache, group)
-    chunks = -(-int(cache.records[:, 2].max()) // 8)
-    width, heads = (d + 31) // 32 * 32, n_kv * group
+    chunks = -(-int(cache.records[:, 2].max()) // 8) + more_chunks
+    width, heads = launch.sums(d), n_kv * group
     partial = torch.full((rows, heads, chunks, width), torch.nan)
-    stats, out = torch.full((rows, heads, chunks, 2), torch.nan), torch.zeros(rows, heads, d)
-    query, order = torch.from_numpy(q), torch.arange(rows, dtype=torch.int32)
+    stats, out = torch.full((rows, heads, chunks, 2), torch.nan), torch.full(q.shape, torch.nan)
+    query = torch.from_numpy(q)
+    order = torch.tensor(range(rows) if order is None else order, dtype=torch.int32)
+    cache_records = torch.from_numpy(cache.records)
     attention.attend_rows[(rows, n_kv, splits)](
-        torch.from_numpy(cache.pool), torch.from_numpy(cache.records), order, query, query, partial,
+        torch.from_numpy(cache.pool), cache_records, order, query, query, partial,
         stats, extra_k, extra_v, extra_k.shape[1], extra_v.shape[1], n_kv, chunks,
         float(np.log2(np.e) / np.sqrt(d)),
         *turns(rope, int(cache.records[0, 3]), int(cache.records[:, 2].max())), GROUP=group,
         TILE=16, SPLITS=splits, **settings(cache.types, d, operand, rope),
     )  # fmt: skip
     attention.combine[(rows, heads)](
-        partial, stats, out, chunks, width, HEADS=heads, D=d, WIDTH=launch.upto(width)
-    )
+        cache_records, order, partial, stats, out, out, chunks, width,
+        **launch.combination(heads, d),
+    )  # fmt: skip
     return out.numpy()
 
 
@@ -221,8 +224,46 @@ def test_the_number_of_splits_changes_nothing():
     cache = Cache(("q4_0", "kivi2"), 64, 1, [1300])
     q = queries(cache, 4)
     one = attend(cache, 4, q, 1)
-    for splits in (2, 3, 8):
+    for splits in (3, 8):
         np.testing.assert_array_equal(attend(cache, 4, q, splits), one)
+
+
+def test_the_room_and_other_rows_change_nothing():
+    cache = Cache(("q4_0", "q8_0"), 40, 1, [500, 1200, 70], window=100)
+    q = queries(cache, 2)
+    all_rows = attend(cache, 2, q)
+    within(cache, q, all_rows, expected(cache, 2, q), 2.0**-11)
+    found = attend(cache, 2, q, splits=5, more_chunks=40, order=[2, 0])
+    np.testing.assert_array_equal(found[[0, 2]], all_rows[[0, 2]])
+    assert np.isnan(found[1]).all()
+
+
+@pytest.mark.parametrize(("position", "low"), [(10500, 0), (10500, 9000), (8191, 0), (3, 0)])
+def test_sums_of_many_chunks_are_added_by_tiles(position, low):
+    rng, heads, chunks, d, page_d = np.random.default_rng(3), 2, 24, 40, 24
+    records = np.zeros((3, 16), np.int64)
+    records[1, 3:7] = 4, 100, position, low
+    first, last = ((1 + (at - 4) // 64) // 8 if at >= 4 else 0 for at in (low, position))
+    partial = np.full((1, heads, chunks, launch.sums(d, page_d)), np.nan, np.float32)
+    stats = np.full((1, heads, chunks, 2), np.nan, np.float32)
+    seen = np.s_[0, :, first : last + 1]
+    partial[seen] = rng.standard_normal(partial[seen].shape)
+    stats[seen] = rng.uniform(0.5, 6, stats[seen].shape)
+    out, out_pages = torch.full((3, heads, d), torch.nan), torch.full((3, heads, page_d), torch.nan)
+    attention.combine[(1, heads)](
+        torch.from_numpy(records), torch.tensor([1], dtype=torch.int32), torch.from_numpy(partial),
+        torch.from_numpy(stats), out, out_pages, chunks, partial.shape[-1],
+        **launch.combination(heads, d, page_d),
+    )  # fmt: skip
+    weights = np.exp2(stats[seen][..., 0].astype(np.float64))
+    sums = (partial[seen] * weights[..., None]).sum(1)
+    sums /= (stats[seen][..., 1] * weights).sum(1)[:, None]
+    # float32 sums of at most 24 terms that are below 8, whose weights are rounded too
+    np.testing.assert_allclose(out[1].numpy(), sums[:, :d], rtol=0, atol=24 * 8 * 2.0**-23)
+    np.testing.assert_allclose(
+        out_pages[1].numpy(), sums[:, 64 : 64 + page_d], rtol=0, atol=24 * 8 * 2.0**-23
+    )
+    assert np.isnan(out[[0, 2]].numpy()).all()
 
 
 def test_float32_operands_are_exact_to_their_own_rounding():
