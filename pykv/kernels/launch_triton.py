@@ -39,6 +39,7 @@ def attention(
     types: tuple[str, str],
     d: tuple[int, int],
     pages: tuple[int, int] | None = None,
+    mapped: bool = False,
     tails: tuple[str, str] = ("f16", "f16"),
     operand: Any = tl.float16,
     n_rot: int = 0,
@@ -47,8 +48,9 @@ def attention(
     """Of `attend_rows` and `attend_prompt`, less what counts heads and queries.
 
     Pairs are keys and values. d: channels of a head; `pages`: those that pages have, where a
-    transform makes them others. `operand`: what tiles are multiplied in. n_rot: keys lie in the
-    cache before RoPE, which turns so many channels.
+    transform makes them others. `mapped`: whether a transform takes the pages' values, whose sums
+    are then kept apart. `operand`: what tiles are multiplied in. n_rot: keys lie in the cache
+    before RoPE, which turns so many channels.
     """
     k, v = (module(name) for name in types)
     page_k, page_v = pages or d
@@ -56,7 +58,7 @@ def attention(
     return {
         "D_K": d[0], "D_V": d[1], "WIDTH_K": upto(d[0]), "WIDTH_V": upto(_padded(d[1])),
         "PAGE_K": page_k, "PAGE_V": page_v, "PAGE_WIDTH_K": upto(page_k),
-        "PAGE_WIDTH_V": upto(_padded(page_v)), "MAPPED": pages is not None,
+        "PAGE_WIDTH_V": upto(_padded(page_v)), "MAPPED": mapped,
         "ENCODED": types != tails, "OPERAND": operand,
         "TAIL_K": module(tails[0]).level, "TAIL_V": module(tails[1]).level,
         "K_BITS": k.BITS, "K_AXIS": k.KEY_AXIS, "K_PARAMETERS": k.PARAMETERS, "k_level": k.level,
