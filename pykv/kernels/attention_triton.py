@@ -3,9 +3,13 @@
 A row is one query token; records and tables are those of attention_numba.py, in device memory, but
 that tables hold places in the pool of pages. A program takes one row, one KV head and every
 SPLITS-th chunk of eight table entries, and decodes a page once for all query heads of the group.
-Each chunk has sums of its own, so that a result depends neither on the number of splits nor on the
-other rows; `combine` adds them up. A prompt's program takes a block of queries with all heads of a
-group, and walks through all that they see.
+It walks only the chunks that the row sees, which the record says, so that the grid may be the same
+for every length. Each chunk has sums of its own, so that a result depends neither on the number of
+splits nor on the other rows; `combine` adds them up. A prompt's program takes a block of queries
+with all heads of a group, and walks through all that they see.
+
+Channels go by slices: WIDTH of them, D filled up, as slices of SLICE and a last one that may be
+narrower, all powers of two. Tiles of slices are kept in tuples, for values two for each slice.
 """
 
 from __future__ import annotations
@@ -14,58 +18,136 @@ import triton
 import triton.language as tl
 
 from pykv.kernels import outliers_triton
-from pykv.kernels.coded_triton import key_bytes, key_plane, planes, value_plane
+from pykv.kernels.coded_triton import key_slice, value_slice
 from pykv.kernels.plain_triton import PAGE, key_tile, page_at, value_tile
-from pykv.kernels.position_triton import partner, turn
+from pykv.kernels.position_triton import offsets, pair_of, partner, turned_query
 
 CHUNK = tl.constexpr(8)  # table entries
+AT_ONCE = tl.constexpr(16)  # chunks whose sums `combine` reads at a time
 MASKED = tl.constexpr(-1.0e30)
 RECORD = tl.constexpr(16)  # int64 of a record
 
 
 @triton.jit
-def absorb(s, seen, v0, v1, m, total, acc0, acc1, OPERAND: tl.constexpr):
-    """Take scores [LINES, T], of which `seen` count, and their values into the sums."""
+def slices(WIDTH: tl.constexpr, SLICE: tl.constexpr):
+    """The number of slices."""
+    return (WIDTH + SLICE - 1) // SLICE
+
+
+@triton.jit
+def width_of(i: tl.constexpr, WIDTH: tl.constexpr, SLICE: tl.constexpr):
+    """Channels of slice i."""
+    return SLICE if (i + 1) * SLICE <= WIDTH else WIDTH - i * SLICE
+
+
+@triton.jit
+def query_slices(
+    q, line, real, scale, ACROSS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    SLICE: tl.constexpr, OPERAND: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
+    """Queries [LINES, slice] of D channels, scaled; zeros where a line is not real.
+
+    f32 where keys are to be turned. ACROSS: each pair (a, b) as (b, -a), and zero for the others.
+    """
+    found = ()
+    for i in tl.static_range(slices(WIDTH, SLICE)):
+        c = tl.arange(0, width_of(i, WIDTH, SLICE)) + i * SLICE
+        from_, factor, there = c, scale, c < D
+        if ACROSS:
+            _, first = pair_of(c, N_ROT, NEOX)
+            from_, there = partner(c, N_ROT, NEOX), c < N_ROT
+            factor = tl.where(first, scale, -scale)[None, :]
+        x = tl.load(q + line[:, None] * D + from_[None, :], real[:, None] & there[None, :], 0.0)
+        found = found + ((x * factor).to(tl.float32 if N_ROT > 0 else OPERAND),)
+    return found
+
+
+@triton.jit
+def queries(
+    q, q_pages, line, real, scale, D: tl.constexpr, WIDTH: tl.constexpr, SLICE: tl.constexpr,
+    PAGE_D: tl.constexpr, PAGE_WIDTH: tl.constexpr, PAGE_SLICE: tl.constexpr,
+    OPERAND: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
+    """Slices of queries, of those that turned keys want beside them, and of queries for pages."""
+    query = query_slices(q, line, real, scale, False, D, WIDTH, SLICE, OPERAND, N_ROT, NEOX)
+    if N_ROT > 0:
+        # keys that are stored before RoPE are never mapped
+        across = query_slices(q, line, real, scale, True, D, WIDTH, SLICE, OPERAND, N_ROT, NEOX)
+        return query, across, query
+    page_query = query_slices(
+        q_pages, line, real, scale, False, PAGE_D, PAGE_WIDTH, PAGE_SLICE, OPERAND, N_ROT, NEOX
+    )
+    return query, query, page_query
+
+
+@triton.jit
+def add_scores(
+    s, k, query, across, first, entry, offset_cos, offset_sin, start_cos, start_sin,
+    WIDTH: tl.constexpr, OPERAND: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
+    """s [LINES, 64] and the products of a slice's queries [LINES, WIDTH] and keys [WIDTH, 64]."""
+    if N_ROT == 0:
+        return tl.dot(query, k.to(OPERAND), s, input_precision="ieee")
+    c, k = tl.arange(0, WIDTH) + first, k.to(tl.float32)
+    cos, sin = offsets(c, offset_cos, offset_sin, N_ROT, NEOX)
+    query, across = turned_query(query, across, c, entry, start_cos, start_sin, N_ROT, NEOX)
+    s = tl.dot(query.to(OPERAND), (k * cos).to(OPERAND), s, input_precision="ieee")
+    return tl.dot(across.to(OPERAND), (k * sin).to(OPERAND), s, input_precision="ieee")
+
+
+@triton.jit
+def page_keys(
+    page, extra, first, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    AXIS: tl.constexpr, PARAMETERS: tl.constexpr, level: tl.constexpr, N: tl.constexpr,
+    PLACES: tl.constexpr,
+):  # fmt: skip
+    """Keys [WIDTH, 64] of a slice of an encoded page, its N outliers among them."""
+    k = key_slice(page, extra, first, D, WIDTH, BITS, AXIS, PARAMETERS, level)
+    if N > 0:
+        c = tl.arange(0, WIDTH) + first
+        k += outliers_triton.of_keys(page, extra, c, D, BITS, level, N, PLACES)
+    return k
+
+
+@triton.jit
+def page_values(
+    page, extra, first, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, AXIS: tl.constexpr, PARAMETERS: tl.constexpr, level: tl.constexpr,
+    N: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Values [64, WIDTH / 2] of a slice of an encoded page, its N outliers among them."""
+    v = value_slice(page, extra, first, half, D, WIDTH, BITS, AXIS, PARAMETERS, level)
+    if N > 0:
+        v += outliers_triton.of_values(page, extra, first, half, D, WIDTH, BITS, level, N, PLACES)
+    return v
+
+
+@triton.jit
+def zero_sums(LINES: tl.constexpr, WIDTH: tl.constexpr, SLICE: tl.constexpr):
+    """Sums [LINES, slice / 2], two for each slice."""
+    acc = ()
+    for i in tl.static_range(slices(WIDTH, SLICE)):
+        zeros = tl.zeros((LINES, width_of(i, WIDTH, SLICE) // 2), tl.float32)
+        acc = acc + (zeros, zeros)
+    return acc
+
+
+@triton.jit
+def weights(s, seen, m, total, OPERAND: tl.constexpr):
+    """What scores [LINES, 64], of which `seen` count, do to the maximum and the total.
+
+    Returns these two, by what sums so far shrink [LINES, 1], and the scores' weights.
+    """
     s = tl.where(seen, s, MASKED)
     top = tl.maximum(m, tl.max(s, 1))
     shrink, p = tl.exp2(m - top), tl.where(seen, tl.exp2(s - top[:, None]), 0.0)
-    total = total * shrink + tl.sum(p, 1)
-    p = p.to(OPERAND)
-    acc0 = acc0 * shrink[:, None] + tl.dot(p, v0, input_precision="ieee")
-    acc1 = acc1 * shrink[:, None] + tl.dot(p, v1, input_precision="ieee")
-    return top, total, acc0, acc1
+    return top, total * shrink + tl.sum(p, 1), shrink[:, None], p.to(OPERAND)
 
 
 @triton.jit
 def visible(at, position, low):
     """Which of the positions `at` [T] each line sees, [LINES, T]."""
     return (at[None, :] >= low[:, None]) & (at[None, :] <= position[:, None])
-
-
-@triton.jit
-def page_keys(
-    raw, page, extra, c, plane: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
-    AXIS: tl.constexpr, PARAMETERS: tl.constexpr, level: tl.constexpr, N: tl.constexpr,
-    PLACES: tl.constexpr,
-):  # fmt: skip
-    """Keys [C, T] of a plane of an encoded page, its N outliers among them, and their tokens."""
-    k, t = key_plane(raw, page, extra, c, plane, D, BITS, AXIS, PARAMETERS, level)
-    if N > 0:
-        k += outliers_triton.of_keys(page, extra, c, t, D, BITS, level, N, PLACES)
-    return k, t
-
-
-@triton.jit
-def page_values(
-    page, t, extra, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    AXIS: tl.constexpr, PARAMETERS: tl.constexpr, level: tl.constexpr, N: tl.constexpr,
-    PLACES: tl.constexpr,
-):  # fmt: skip
-    """Values [T, WIDTH / 2] of an encoded page's tokens t, its N outliers among them."""
-    v = value_plane(page, t, extra, half, D, WIDTH, BITS, AXIS, PARAMETERS, level)
-    if N > 0:
-        v += outliers_triton.of_values(page, extra, t, half, D, WIDTH, BITS, level, N, PLACES)
-    return v
 
 
 @triton.jit
@@ -79,12 +161,13 @@ def tables(record, h):
 
 @triton.jit
 def walk(
-    pool, keys, values, first, last, sinks, encoded, query, page_query, position, low,
+    pool, keys, values, first, last, sinks, encoded, query, across, page_query, position, low,
     k_extra, v_extra, offset_cos, offset_sin, start_cos, start_sin,
     LINES: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr,
-    WIDTH_V: tl.constexpr, PAGE_K: tl.constexpr, PAGE_V: tl.constexpr, PAGE_WIDTH_K: tl.constexpr,
-    PAGE_WIDTH_V: tl.constexpr, MAPPED: tl.constexpr, ENCODED: tl.constexpr,
-    OPERAND: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
+    WIDTH_V: tl.constexpr, SLICE_K: tl.constexpr, SLICE_V: tl.constexpr, PAGE_K: tl.constexpr,
+    PAGE_V: tl.constexpr, PAGE_WIDTH_K: tl.constexpr, PAGE_WIDTH_V: tl.constexpr,
+    PAGE_SLICE_K: tl.constexpr, PAGE_SLICE_V: tl.constexpr, MAPPED: tl.constexpr,
+    ENCODED: tl.constexpr, OPERAND: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_PARAMETERS: tl.constexpr, k_level: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_PARAMETERS: tl.constexpr, v_level: tl.constexpr,
     N_ROT: tl.constexpr, NEOX: tl.constexpr, K_OUTLIERS: tl.constexpr, K_PLACES: tl.constexpr,
@@ -92,79 +175,70 @@ def walk(
 ):  # fmt: skip
     """Table entries `first` to `last` for queries [LINES, WIDTH_K] at their positions.
 
-    Returns log2 of the largest weight and the weights' sum [LINES], the sums [LINES, WIDTH_V / 2]
-    of both halves, and where values of pages are mapped these pages' sums.
+    Returns log2 of the largest weight and the weights' sum [LINES], the sums of the values' slices
+    and halves, and where values of pages are mapped these pages' sums.
     """
-    m = tl.full((LINES,), MASKED, tl.float32)
-    total = tl.zeros((LINES,), tl.float32)
-    acc0 = tl.zeros((LINES, PAGE_WIDTH_V // 2), tl.float32)
-    acc1 = tl.zeros((LINES, PAGE_WIDTH_V // 2), tl.float32)
-    c = tl.arange(0, PAGE_WIDTH_K)
-    other = partner(c, N_ROT, NEOX)
+    m, total = tl.full((LINES,), MASKED, tl.float32), tl.zeros((LINES,), tl.float32)
+    acc, t = zero_sums(LINES, PAGE_WIDTH_V, PAGE_SLICE_V), tl.arange(0, PAGE)
     if ENCODED:
         for e in range(tl.maximum(first, 1), tl.minimum(last, encoded) + 1):
             k_page, v_page = page_at(pool, keys + e), page_at(pool, values + e)
-            raw = key_bytes(k_page, c, PAGE_K, K_BITS)
-            if N_ROT > 0:
-                raw_others = key_bytes(k_page, other, PAGE_K, K_BITS)
-            for plane in tl.static_range(planes(K_BITS)):
-                k, t = page_keys(
-                    raw, k_page, k_extra, c, plane, PAGE_K, K_BITS, K_AXIS, K_PARAMETERS, k_level,
+            s = tl.zeros((LINES, PAGE), tl.float32)
+            for i in tl.static_range(slices(PAGE_WIDTH_K, PAGE_SLICE_K)):
+                k = page_keys(
+                    k_page, k_extra, i * PAGE_SLICE_K, PAGE_K,
+                    width_of(i, PAGE_WIDTH_K, PAGE_SLICE_K), K_BITS, K_AXIS, K_PARAMETERS, k_level,
                     K_OUTLIERS, K_PLACES,
                 )  # fmt: skip
-                if N_ROT > 0:
-                    others, _ = page_keys(
-                        raw_others, k_page, k_extra, other, plane, PAGE_K, K_BITS, K_AXIS,
-                        K_PARAMETERS, k_level, K_OUTLIERS, K_PLACES,
-                    )  # fmt: skip
-                    k = turn(
-                        k, others, c, t, e, offset_cos, offset_sin, start_cos, start_sin,
-                        N_ROT, NEOX,
-                    )  # fmt: skip
-                s = tl.dot(page_query, k.to(OPERAND), input_precision="ieee")
-                v0 = page_values(
-                    v_page, t, v_extra, 0, PAGE_V, PAGE_WIDTH_V, V_BITS, V_AXIS, V_PARAMETERS,
+                s = add_scores(
+                    s, k, page_query[i], across[i if N_ROT > 0 else 0], i * PAGE_SLICE_K, e,
+                    offset_cos, offset_sin, start_cos, start_sin,
+                    width_of(i, PAGE_WIDTH_K, PAGE_SLICE_K), OPERAND, N_ROT, NEOX,
+                )  # fmt: skip
+            seen = visible(t + (sinks + (e - 1) * PAGE), position, low)
+            m, total, shrink, p = weights(s, seen, m, total, OPERAND)
+            sums = ()
+            for i in tl.static_range(2 * slices(PAGE_WIDTH_V, PAGE_SLICE_V)):
+                v = page_values(
+                    v_page, v_extra, i // 2 * PAGE_SLICE_V, i % 2, PAGE_V,
+                    width_of(i // 2, PAGE_WIDTH_V, PAGE_SLICE_V), V_BITS, V_AXIS, V_PARAMETERS,
                     v_level, V_OUTLIERS, V_PLACES,
                 )  # fmt: skip
-                v1 = page_values(
-                    v_page, t, v_extra, 1, PAGE_V, PAGE_WIDTH_V, V_BITS, V_AXIS, V_PARAMETERS,
-                    v_level, V_OUTLIERS, V_PLACES,
-                )  # fmt: skip
-                seen = visible(t + (sinks + (e - 1) * PAGE), position, low)
-                m, total, acc0, acc1 = absorb(
-                    s, seen, v0.to(OPERAND), v1.to(OPERAND), m, total, acc0, acc1, OPERAND
-                )
-    m_pages, b0, b1 = m, acc0, acc1
+                sums = sums + (tl.dot(p, v.to(OPERAND), acc[i] * shrink, input_precision="ieee"),)
+            acc = sums
+    m_pages, acc_pages = m, acc
     if MAPPED:
-        acc0 = tl.zeros((LINES, WIDTH_V // 2), tl.float32)
-        acc1 = tl.zeros((LINES, WIDTH_V // 2), tl.float32)
+        acc = zero_sums(LINES, WIDTH_V, SLICE_V)
     # the sinks, where the entries have them, and the tail
-    tail, t = tl.maximum(tl.maximum(first, 1), encoded + 1), tl.arange(0, PAGE)
-    c = tl.arange(0, WIDTH_K)
-    other = partner(c, N_ROT, NEOX)
+    tail = tl.maximum(tl.maximum(first, 1), encoded + 1)
     for n in range(tl.where(first == 0, 0, 1), tl.maximum(last - tail, -1) + 2):
         e = tl.where(n == 0, 0, tail + n - 1)
         start = tl.where(n == 0, 0, sinks + (e - 1) * PAGE)
         slots = tl.where(n == 0, (sinks + 15) // 16 * 16, PAGE)
         k_tail = page_at(pool, keys + e).to(tl.pointer_type(TAIL_K))
         v_tail = page_at(pool, values + e).to(tl.pointer_type(TAIL_V))
-        k = key_tile(k_tail, c, slots, D_K).to(tl.float32)
-        if N_ROT > 0:
-            others = key_tile(k_tail, other, slots, D_K).to(tl.float32)
-            k = turn(k, others, c, t, e, offset_cos, offset_sin, start_cos, start_sin, N_ROT, NEOX)
-        s = tl.dot(query, k.to(OPERAND), input_precision="ieee")
+        s = tl.zeros((LINES, PAGE), tl.float32)
+        for i in tl.static_range(slices(WIDTH_K, SLICE_K)):
+            c = tl.arange(0, width_of(i, WIDTH_K, SLICE_K)) + i * SLICE_K
+            s = add_scores(
+                s, key_tile(k_tail, c, slots, D_K), query[i], across[i if N_ROT > 0 else 0],
+                i * SLICE_K, e, offset_cos, offset_sin, start_cos, start_sin,
+                width_of(i, WIDTH_K, SLICE_K), OPERAND, N_ROT, NEOX,
+            )  # fmt: skip
         there = t < tl.where(n == 0, sinks, PAGE)
         seen = visible(t + start, position, low) & there[None, :]
         # slots that were never written may hold anything
         written = (there & (t + start <= tl.max(position, 0)))[:, None]
-        v0 = value_tile(v_tail, t, slots, 0, D_V, WIDTH_V).to(OPERAND)
-        v1 = value_tile(v_tail, t, slots, 1, D_V, WIDTH_V).to(OPERAND)
-        v0, v1 = tl.where(written, v0, 0.0), tl.where(written, v1, 0.0)
-        m, total, acc0, acc1 = absorb(s, seen, v0, v1, m, total, acc0, acc1, OPERAND)
-    if MAPPED:
-        shrink = tl.exp2(m_pages - m)[:, None]
-        b0, b1 = b0 * shrink, b1 * shrink
-    return m, total, acc0, acc1, b0, b1
+        m, total, shrink, p = weights(s, seen, m, total, OPERAND)
+        sums = ()
+        for i in tl.static_range(2 * slices(WIDTH_V, SLICE_V)):
+            v = value_tile(
+                v_tail, t, slots, i // 2 * SLICE_V, i % 2, D_V, width_of(i // 2, WIDTH_V, SLICE_V)
+            )
+            v = tl.where(written, v.to(OPERAND), 0.0)
+            sums = sums + (tl.dot(p, v, acc[i] * shrink, input_precision="ieee"),)
+        acc = sums
+    return m, total, acc, tl.exp2(m_pages - m)[:, None], acc_pages
 
 
 @triton.jit
@@ -180,10 +254,11 @@ def first_entry(low, sinks):
 
 
 @triton.jit
-def load_query(q, line, real, scale, D: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr):
-    """Queries [LINES, WIDTH] of D channels, scaled; zeros where a line is not real."""
-    c = tl.arange(0, WIDTH)[None, :]
-    return (tl.load(q + line[:, None] * D + c, real[:, None] & (c < D), 0.0) * scale).to(OPERAND)
+def chunks_seen(record):
+    """The first and the last chunk that hold positions which a row sees."""
+    sinks = tl.load(record + 3)
+    first, last = first_entry(tl.load(record + 6), sinks), entry_of(tl.load(record + 5), sinks)
+    return (first // CHUNK).to(tl.int32), (last // CHUNK).to(tl.int32)
 
 
 @triton.jit
@@ -193,8 +268,9 @@ def attend_rows(
     offset_cos, offset_sin, start_cos, start_sin,
     GROUP: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr,
-    PAGE_K: tl.constexpr, PAGE_V: tl.constexpr, PAGE_WIDTH_K: tl.constexpr,
-    PAGE_WIDTH_V: tl.constexpr, MAPPED: tl.constexpr, ENCODED: tl.constexpr,
+    SLICE_K: tl.constexpr, SLICE_V: tl.constexpr, PAGE_K: tl.constexpr, PAGE_V: tl.constexpr,
+    PAGE_WIDTH_K: tl.constexpr, PAGE_WIDTH_V: tl.constexpr, PAGE_SLICE_K: tl.constexpr,
+    PAGE_SLICE_V: tl.constexpr, MAPPED: tl.constexpr, ENCODED: tl.constexpr,
     OPERAND: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_PARAMETERS: tl.constexpr, k_level: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_PARAMETERS: tl.constexpr, v_level: tl.constexpr,
@@ -203,42 +279,51 @@ def attend_rows(
 ):  # fmt: skip
     """Partial sums f32 [rows, heads, chunks, size] and stats [..., 2] (log2 maximum, total).
 
-    q f32 [rows, heads, D_K], q_pages [rows, heads, PAGE_K]; `scale` includes log2(e). TILE is GROUP
-    rounded up to what tl.dot takes. ENCODED: whether there are pages, beside sinks and tail.
+    `chunks` is the room for a row; those that it does not see are not written. Row i of the sums is
+    that of record rows[i], as in q f32 [records, heads, D_K] and q_pages [records, heads, PAGE_K];
+    `scale` includes log2(e). TILE is GROUP rounded up to what tl.dot takes. ENCODED: whether there
+    are pages, beside sinks and tail.
     MAPPED: the pages' sums lie behind the others, PAGE_V wide. N_ROT: keys are stored before RoPE,
     which turns so many channels when they are read; 0: as they are to be read. K_OUTLIERS and
     V_OUTLIERS: a page's, and K_PLACES and V_PLACES these rounded up for tl.dot.
     """
-    i, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i, h, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     number = tl.load(rows + i).to(tl.int64)
     record = records + number * RECORD
     keys, values, sinks, encoded = tables(record, h)
     position, low = tl.load(record + 5), tl.load(record + 6)
     g, heads = tl.arange(0, TILE), n_kv * GROUP
     real, line = g < GROUP, number * heads + h * GROUP + g
-    query = load_query(q, line, real, scale, D_K, WIDTH_K, OPERAND)
-    page_query = load_query(q_pages, line, real, scale, PAGE_K, PAGE_WIDTH_K, OPERAND)
+    query, across, page_query = queries(
+        q, q_pages, line, real, scale, D_K, WIDTH_K, SLICE_K, PAGE_K, PAGE_WIDTH_K, PAGE_SLICE_K,
+        OPERAND, N_ROT, NEOX,
+    )  # fmt: skip
     begin, final = first_entry(low, sinks), entry_of(position, sinks)
     WIDTH: tl.constexpr = (D_V + 31) // 32 * 32
     SIZE: tl.constexpr = WIDTH + ((PAGE_V + 31) // 32 * 32 if MAPPED else 0)
-    for chunk in range(split, chunks, SPLITS):
-        m, total, acc0, acc1, b0, b1 = walk(
+    oldest, newest = chunks_seen(record)
+    # the first chunk from `oldest` on that is this split's
+    oldest += (split + SPLITS - oldest % SPLITS) % SPLITS
+    for chunk in range(oldest, newest + 1, SPLITS):
+        m, total, acc, shrink, acc_pages = walk(
             pool, keys, values, tl.maximum(begin, chunk * CHUNK),
-            tl.minimum(final, chunk * CHUNK + CHUNK - 1), sinks, encoded, query, page_query,
+            tl.minimum(final, chunk * CHUNK + CHUNK - 1), sinks, encoded, query, across, page_query,
             position + g * 0, low + g * 0,
             extra_k + h * extra_k_stride, extra_v + h * extra_v_stride,
             offset_cos, offset_sin, start_cos, start_sin,
-            TILE, D_K, D_V, WIDTH_K, WIDTH_V, PAGE_K, PAGE_V, PAGE_WIDTH_K, PAGE_WIDTH_V,
+            TILE, D_K, D_V, WIDTH_K, WIDTH_V, SLICE_K, SLICE_V, PAGE_K, PAGE_V,
+PAGE_WIDTH_K, PAGE_WIDTH_V, PAGE_SLICE_K, PAGE_SLICE_V,
             MAPPED, ENCODED, OPERAND, TAIL_K, TAIL_V, K_BITS, K_AXIS, K_PARAMETERS, k_level,
             V_BITS, V_AXIS, V_PARAMETERS, v_level, N_ROT, NEOX,
             K_OUTLIERS, K_PLACES, V_OUTLIERS, V_PLACES,
         )  # fmt: skip
         place = (i * heads + h * GROUP + g) * chunks + chunk
-        store_sums(partial, place, SIZE, real, acc0, acc1, WIDTH_V, WIDTH)
+        store_sums(partial, place, SIZE, real, acc, 1.0, WIDTH_V, SLICE_V, WIDTH)
         if MAPPED:
             store_sums(
-                partial + WIDTH, place, SIZE, real, b0, b1, PAGE_WIDTH_V, (PAGE_V + 31) // 32 * 32
-            )
+                partial + WIDTH, place, SIZE, real, acc_pages, shrink, PAGE_WIDTH_V, PAGE_SLICE_V,
+                (PAGE_V + 31) // 32 * 32,
+            )  # fmt: skip
         tl.store(stats + place * 2, m, real)
         tl.store(stats + place * 2 + 1, total, real)
 
@@ -250,8 +335,9 @@ def attend_prompt(
     offset_cos, offset_sin, start_cos, start_sin,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, LINES: tl.constexpr,
     D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr,
-    PAGE_K: tl.constexpr, PAGE_V: tl.constexpr, PAGE_WIDTH_K: tl.constexpr,
-    PAGE_WIDTH_V: tl.constexpr, MAPPED: tl.constexpr, ENCODED: tl.constexpr,
+    SLICE_K: tl.constexpr, SLICE_V: tl.constexpr, PAGE_K: tl.constexpr, PAGE_V: tl.constexpr,
+    PAGE_WIDTH_K: tl.constexpr, PAGE_WIDTH_V: tl.constexpr, PAGE_SLICE_K: tl.constexpr,
+    PAGE_SLICE_V: tl.constexpr, MAPPED: tl.constexpr, ENCODED: tl.constexpr,
     OPERAND: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_PARAMETERS: tl.constexpr, k_level: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_PARAMETERS: tl.constexpr, v_level: tl.constexpr,
@@ -274,50 +360,76 @@ def attend_prompt(
     position = start + index
     low = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
     line = (index.to(tl.int64) * n_kv + h) * GROUP + g
-    query = load_query(q, line, real, scale, D_K, WIDTH_K, OPERAND)
-    page_query = load_query(q_pages, line, real, scale, PAGE_K, PAGE_WIDTH_K, OPERAND)
+    query, across, page_query = queries(
+        q, q_pages, line, real, scale, D_K, WIDTH_K, SLICE_K, PAGE_K, PAGE_WIDTH_K, PAGE_SLICE_K,
+        OPERAND, N_ROT, NEOX,
+    )  # fmt: skip
     first, last = first_entry(tl.min(low, 0), sinks), entry_of(tl.max(position, 0), sinks)
-    m, total, acc0, acc1, b0, b1 = walk(
-        pool, keys, values, first, last, sinks, encoded, query, page_query, position, low,
+    m, total, acc, shrink, acc_pages = walk(
+        pool, keys, values, first, last, sinks, encoded, query, across, page_query, position, low,
         extra_k + h * extra_k_stride, extra_v + h * extra_v_stride,
         offset_cos, offset_sin, start_cos, start_sin,
-        LINES, D_K, D_V, WIDTH_K, WIDTH_V, PAGE_K, PAGE_V, PAGE_WIDTH_K, PAGE_WIDTH_V,
+        LINES, D_K, D_V, WIDTH_K, WIDTH_V, SLICE_K, SLICE_V, PAGE_K, PAGE_V,
+PAGE_WIDTH_K, PAGE_WIDTH_V, PAGE_SLICE_K, PAGE_SLICE_V,
         MAPPED, ENCODED, OPERAND, TAIL_K, TAIL_V, K_BITS, K_AXIS, K_PARAMETERS, k_level,
         V_BITS, V_AXIS, V_PARAMETERS, v_level, N_ROT, NEOX,
         K_OUTLIERS, K_PLACES, V_OUTLIERS, V_PLACES,
     )  # fmt: skip
     share = 1.0 / total[:, None]
-    store_sums(out, line, D_V, real, acc0 * share, acc1 * share, WIDTH_V, D_V)
+    store_sums(out, line, D_V, real, acc, share, WIDTH_V, SLICE_V, D_V)
     if MAPPED:
-        store_sums(out_pages, line, PAGE_V, real, b0 * share, b1 * share, PAGE_WIDTH_V, PAGE_V)
+        share *= shrink
+        store_sums(
+            out_pages, line, PAGE_V, real, acc_pages, share, PAGE_WIDTH_V, PAGE_SLICE_V, PAGE_V
+        )
 
 
 @triton.jit
-def store_sums(partial, place, distance, real, acc0, acc1, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """acc0 and acc1 [LINES, WIDTH / 2] to SIZE channels of rows `place`, `distance` f32 each."""
-    j = tl.arange(0, WIDTH // 2)[None, :]
-    channel = j // 16 * 32 + j % 16
-    at, mask = partial + place[:, None] * distance + channel, real[:, None]
-    tl.store(at, acc0, mask & (channel < SIZE))
-    tl.store(at + 16, acc1, mask & (channel + 16 < SIZE))
+def store_sums(
+    partial, place, distance, real, acc, share,
+    WIDTH: tl.constexpr, SLICE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Sums times `share` to SIZE channels of rows `place` [LINES], `distance` f32 each."""
+    for i in tl.static_range(2 * slices(WIDTH, SLICE)):
+        j = tl.arange(0, width_of(i // 2, WIDTH, SLICE) // 2)[None, :]
+        channel = j // 16 * 32 + j % 16 + (i // 2 * SLICE + i % 2 * 16)
+        at = partial + place[:, None] * distance + channel
+        tl.store(at, acc[i] * share, real[:, None] & (channel < SIZE))
 
 
 @triton.jit
 def combine(
-    partial, stats, out, chunks, distance,
-    HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    records, rows, partial, stats, out, out_pages, chunks, distance,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE_D: tl.constexpr,
+    PAGE_WIDTH: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
-    """out[row, head, :D] = the chunks' sums f32 [..., distance] by their share of the softmax."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    place, c = (row * HEADS + head) * chunks, tl.arange(0, WIDTH)
+    """out[rows[i], head, :D] = the chunks' sums f32 [..., distance] by their share of the softmax.
+
+    MAPPED: out_pages[rows[i], head, :PAGE_D] is the same of the pages' sums.
+    """
+    i, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    number = tl.load(rows + i).to(tl.int64)
+    first, last = chunks_seen(records + number * RECORD)
+    place, c, page_c = (i * HEADS + head) * chunks, tl.arange(0, WIDTH), tl.arange(0, PAGE_WIDTH)
     m, total = -1.0e30, 0.0
-    acc = tl.zeros((WIDTH,), tl.float32)
-    for chunk in range(chunks):
-        top, n = tl.load(stats + (place + chunk) * 2), tl.load(stats + (place + chunk) * 2 + 1)
-        most = tl.maximum(m, top)
+    acc, acc_pages = tl.zeros((WIDTH,), tl.float32), tl.zeros((PAGE_WIDTH,), tl.float32)
+    for begin in range(first // AT_ONCE * AT_ONCE, last + 1, AT_ONCE):
+        chunk = begin + tl.arange(0, AT_ONCE)
+        there, at = (chunk >= first) & (chunk <= last), place + chunk
+        top = tl.load(stats + at * 2, there, MASKED)
+        most = tl.maximum(m, tl.max(top, 0))
         shrink, share = tl.exp2(m - most), tl.exp2(top - most)
-        x = tl.load(partial + (place + chunk) * distance + c, c < D, 0.0)
-        acc = acc * shrink + x * share
-        total = total * shrink + n * share
+        total = total * shrink + tl.sum(share * tl.load(stats + at * 2 + 1, there, 0.0), 0)
+        sums = partial + at[:, None] * tl.multiple_of(distance, 32)
+        share = share[:, None]
+        x = tl.load(sums + c[None, :], there[:, None] & (c < D)[None, :], 0.0)
+        acc = acc * shrink + tl.sum(x * share, 0)
+        if MAPPED:
+            sums += (D + 31) // 32 * 32
+            x = tl.load(sums + page_c[None, :], there[:, None] & (page_c < PAGE_D)[None, :], 0.0)
+            acc_pages = acc_pages * shrink + tl.sum(x * share, 0)
         m = most
-    tl.store(out + (row * HEADS + head) * D + c, acc / total, c < D)
+    line = number * HEADS + head
+    tl.store(out + line * D + c, acc / total, c < D)
+    if MAPPED:
+        tl.store(out_pages + line * PAGE_D + page_c, acc_pages / total, page_c < PAGE_D)

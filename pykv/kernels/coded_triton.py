@@ -1,9 +1,9 @@
 """Tiles of coded pages for the GPU: layout in formats/coded.py.
 
-A key page is read as its bytes lie, [channels, bytes], and then unpacked plane by plane: 64 tokens
-at a time for codes of 8 bits, 32 for 4 and 5, 16 for 2 and 3. Values come by the tokens of such a
-plane, and by halves of 16 of each 32 channels. WIDTH is the head's width D, for values filled up to
-blocks of 32, rounded up to a power of two; channels beyond it are zeros.
+Tiles are slices of a page, WIDTH channels from `first` on, and all its 64 tokens; WIDTH is a power
+of two, `first` a multiple of 32, and channels from D on are zeros. Every byte is loaded once, as it
+lies, and then spread over the values that share it: codes over the planes of their unit, scales
+over their block. Values come by halves of 16 of each 32 channels.
 
 A format gives BITS, AXIS (which values share a scale), PARAMETERS and
     level(code, extra) -> f32     what a code, i32, stands for
@@ -29,12 +29,6 @@ def main_bits(BITS: tl.constexpr):
 
 
 @triton.jit
-def planes(BITS: tl.constexpr):
-    """Planes of a key page."""
-    return 1 if BITS >= 8 else 8 // main_bits(BITS)
-
-
-@triton.jit
 def code_bytes_keys(D: tl.constexpr, BITS: tl.constexpr):
     """Bytes of a key page's codes."""
     if BITS == 5 or BITS == 3:
@@ -55,86 +49,135 @@ def half_at(address, offset, mask):
 
 
 @triton.jit
-def key_bytes(page, c, D: tl.constexpr, BITS: tl.constexpr):
-    """u8 [C, bytes of a channel] of channels c [C]: a key page's first set, if it has codes."""
-    if BITS > 8:
-        return page
-    b = tl.arange(0, 8 * main_bits(BITS))
-    place = c[:, None] * (8 * main_bits(BITS)) + b[None, :]
-    return tl.load(page + place, (c < D)[:, None], 0)
+def bits_at(units, shift, W: tl.constexpr):
+    """W bits of units u8 from `shift` on; the two broadcast against each other."""
+    return (units.to(tl.int32) >> shift) & ((1 << W) - 1)
 
 
 @triton.jit
-def key_plane(
-    raw, page, extra, c, plane: tl.constexpr, D: tl.constexpr,
-    BITS: tl.constexpr, AXIS: tl.constexpr, PARAMETERS: tl.constexpr, level: tl.constexpr,
-):  # fmt: skip
-    """f32 [C, T] of one plane of `raw`, of channels c [C], and its tokens, i32 [T]."""
-    if AXIS == "plain":
-        return key_tile(page.to(tl.pointer_type(level)), c, PAGE, D), tl.arange(0, PAGE)
+def key_codes(page, first, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """i32 [WIDTH, 64] of a key page."""
     W: tl.constexpr = main_bits(BITS)
-    c, b = c[:, None], tl.arange(0, 8 * W)[None, :]
-    t = b // RUN * (RUN * (8 // W)) + plane * RUN + b % RUN
-    real, codes = c < D, (raw >> (plane * W)).to(tl.int32) & ((1 << W) - 1)
+    PER: tl.constexpr = 8 // W
+    c, b = (tl.arange(0, WIDTH) + first)[:, None], tl.arange(0, 8 * W)[None, :]
+    raw = tl.load(page + c * (8 * W) + b, (c < D) & (b >= 0), 0)
+    if PER == 1:
+        return raw.to(tl.int32)
+    # channel, unit, run of the unit, token of the run
+    shift = (tl.arange(0, PER) * W)[None, None, :, None]
+    codes = bits_at(tl.reshape(raw, (WIDTH, W // 2, 1, RUN)), shift, W)
+    codes = tl.reshape(codes, (WIDTH, PAGE))
     if W != BITS:
-        top = tl.load(page + D * 8 * W + c // 2 * RUN + t % RUN, real & (t >= 0), 0)
-        codes |= (top.to(tl.int32) >> (c % 2 * 4 + t // RUN) & 1) << W
-    x = level(codes, extra)
-    scales = page + code_bytes_keys(D, BITS)
+        pair, b = (tl.arange(0, WIDTH // 2) + first // 2)[:, None], tl.arange(0, RUN)[None, :]
+        top = tl.load(page + D * 8 * W + pair * RUN + b, (pair * 2 < D) & (b >= 0), 0)
+        # pair of channels, channel, run, token of the run
+        shift = tl.arange(0, 2)[None, :, None, None] * 4 + tl.arange(0, 4)[None, None, :, None]
+        top = bits_at(tl.reshape(top, (WIDTH // 2, 1, 1, RUN)), shift, 1)
+        codes |= tl.reshape(top, (WIDTH, PAGE)) << W
+    return codes
+
+
+@triton.jit
+def of_blocks(scales, first, D: tl.constexpr, COUNT: tl.constexpr):
+    """f32 [COUNT, 64] of blocks of 32 channels, by token."""
+    block, t = (tl.arange(0, COUNT) + first // 32)[:, None], tl.arange(0, PAGE)[None, :]
+    return half_at(scales, block * PAGE + t, (block * 32 < D) & (t >= 0))
+
+
+@triton.jit
+def key_scales(scales, first, D: tl.constexpr, WIDTH: tl.constexpr, AXIS: tl.constexpr):
+    """f32 [WIDTH, 64], or [1, 64]: scales or minima of a key page."""
     if AXIS == "block":
-        at, minima = c // 32 * PAGE + t, (D + 31) // 32 * PAGE
-        s = half_at(scales, at, real & (t >= 0))
-    elif AXIS == "channel":
-        at, minima = t // 32 * D + c, 2 * D
-        s = half_at(scales, at, real & (t >= 0))
-    elif AXIS == "token":
-        at, minima = t, PAGE
-        s = half_at(scales, at, t >= 0)
-    elif AXIS == "range":
-        at, minima = t, PAGE
-        s = tl.load(extra + RANGES_AT + c, real, 0.0)
-    else:
-        at, minima = t, PAGE
-        s = tl.load(extra)
-    x = x * s
+        BLOCK: tl.constexpr = 32 if WIDTH > 32 else WIDTH
+        s = of_blocks(scales, first, D, WIDTH // BLOCK)[:, None, :]
+        return tl.reshape(tl.broadcast_to(s, (WIDTH // BLOCK, BLOCK, PAGE)), (WIDTH, PAGE))
+    elif AXIS == "channel":  # noqa: RET505 - what follows a return is compiled as well
+        group, c = tl.arange(0, 2)[:, None], (tl.arange(0, WIDTH) + first)[None, :]
+        s = half_at(scales, group * D + c, (c < D) & (group >= 0))
+        s = tl.broadcast_to(tl.trans(s)[:, :, None], (WIDTH, 2, PAGE // 2))
+        return tl.reshape(s, (WIDTH, PAGE))
+    else:  # noqa: RET505 - what follows a return is compiled as well
+        t = tl.arange(0, PAGE)
+        return half_at(scales, t, t >= 0)[None, :]
+
+
+@triton.jit
+def key_slice(
+    page, extra, first, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    AXIS: tl.constexpr, PARAMETERS: tl.constexpr, level: tl.constexpr,
+):  # fmt: skip
+    """[WIDTH, 64] of a key page: f32, or a plain page's own type."""
+    c = tl.arange(0, WIDTH) + first
+    if AXIS == "plain":
+        return key_tile(page.to(tl.pointer_type(level)), c, PAGE, D)
+    x = level(key_codes(page, first, D, WIDTH, BITS), extra)
+    real, scales = c < D, page + code_bytes_keys(D, BITS)
     if AXIS == "range":
-        x += tl.load(extra + RANGES_AT + D + c, real, 0.0)
-    elif PARAMETERS == 2:
-        x += half_at(scales, minima + at, real & (t >= 0))
-    return tl.where(real, x, 0.0), tl.reshape(t, (8 * W,))
+        x *= tl.load(extra + RANGES_AT + c, real, 0.0)[:, None]
+        x += tl.load(extra + RANGES_AT + D + c, real, 0.0)[:, None]
+    elif AXIS == "head":
+        x *= tl.load(extra)
+    else:
+        COUNT: tl.constexpr = (D + 31) // 32 * PAGE if AXIS == "block" else (
+            2 * D if AXIS == "channel" else PAGE
+        )  # fmt: skip
+        x *= key_scales(scales, first, D, WIDTH, AXIS)
+        if PARAMETERS == 2:
+            x += key_scales(scales + COUNT * 2, first, D, WIDTH, AXIS)
+    return tl.where(real[:, None], x, 0.0)
 
 
 @triton.jit
-def value_plane(
-    page, t, extra, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+def value_bits(
+    page, first, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr
+):
+    """i32 [64, WIDTH / 2]: a value page's set of W bits, which begins at `page`."""
+    UNITS: tl.constexpr = 16 * W if W < 8 else PAGE  # of a block, less other halves of 8 bits
+    j, u = tl.arange(0, WIDTH // 2)[None, :], tl.arange(0, UNITS)[:, None]
+    block = j // RUN + first // 32
+    place = block * UNITS + u
+    if W == 8:
+        place = place * 2 + half
+    raw = tl.load(page + place * RUN + j % RUN, (block * 32 < D) & (u >= 0), 0)
+    if W == 8:
+        return raw.to(tl.int32)
+    # unit, token of the unit, channel
+    shift = (tl.arange(0, PAGE // UNITS) * 2 + half)[None, :, None] * W
+    return tl.reshape(bits_at(raw[:, None, :], shift, W), (PAGE, WIDTH // 2))
+
+
+@triton.jit
+def value_scales(scales, first, D: tl.constexpr, WIDTH: tl.constexpr, AXIS: tl.constexpr):
+    """f32 [64, WIDTH / 2], or [64, 1]: scales or minima of a value page."""
+    if AXIS == "block":
+        s = tl.trans(of_blocks(scales, first, D, WIDTH // 32))[:, :, None]
+        return tl.reshape(tl.broadcast_to(s, (PAGE, WIDTH // 32, RUN)), (PAGE, WIDTH // 2))
+    else:  # noqa: RET505 - what follows a return is compiled as well
+        t = tl.arange(0, PAGE)
+        return half_at(scales, t, t >= 0)[:, None]
+
+
+@triton.jit
+def value_slice(
+    page, extra, first, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BITS: tl.constexpr, AXIS: tl.constexpr, PARAMETERS: tl.constexpr, level: tl.constexpr,
 ):  # fmt: skip
-    """f32 [T, WIDTH / 2] of the tokens t [T]: channels 32 b + 16 half + lane, by (b, lane)."""
+    """[64, WIDTH / 2] of one half of a value page's slice: f32, or a plain page's own type."""
     if AXIS == "plain":
-        return value_tile(page.to(tl.pointer_type(level)), t, PAGE, half, D, WIDTH)
+        t = tl.arange(0, PAGE)
+        return value_tile(page.to(tl.pointer_type(level)), t, PAGE, first, half, D, WIDTH)
     W: tl.constexpr = main_bits(BITS)
-    PER: tl.constexpr = 8 // W  # runs of a unit of 16 bytes
-    t, j = t[:, None], tl.arange(0, WIDTH // 2)[None, :]
-    block, lane = j // RUN, j % RUN
-    real = (block * 32 < D) & (t >= 0)
-    run = (block * PAGE + t) * 2 + half
-    raw = tl.load(page + run // PER * RUN + lane, real, 0).to(tl.int32)
-    codes = raw >> (run % PER * W) & ((1 << W) - 1)
+    codes = value_bits(page, first, half, D, WIDTH, W)
     if W != BITS:
-        top = page + (D + 31) // 32 * 256 * W + run // 8 * RUN + lane
-        codes |= (tl.load(top, real, 0).to(tl.int32) >> run % 8 & 1) << W
-    x = level(codes, extra)
-    scales = page + code_bytes_values(D, BITS)
-    if AXIS == "block":
-        at, minima = block * PAGE + t, (D + 31) // 32 * PAGE
-        s = half_at(scales, at, real)
-    elif AXIS == "token":
-        at, minima = t, PAGE
-        s = half_at(scales, at, t >= 0)
+        top = page + (D + 31) // 32 * 256 * W
+        codes |= value_bits(top, first, half, D, WIDTH, 1) << W
+    x, scales = level(codes, extra), page + code_bytes_values(D, BITS)
+    if AXIS == "head":
+        x *= tl.load(extra)
     else:
-        at, minima = t, PAGE
-        s = tl.load(extra)
-    x = x * s
-    if PARAMETERS == 2:
-        x += half_at(scales, minima + at, real)
-    return tl.where(real, x, 0.0)
+        COUNT: tl.constexpr = (D + 31) // 32 * PAGE if AXIS == "block" else PAGE
+        x *= value_scales(scales, first, D, WIDTH, AXIS)
+        if PARAMETERS == 2:
+            x += value_scales(scales + COUNT * 2, first, D, WIDTH, AXIS)
+    block = tl.arange(0, WIDTH // 2) // RUN + first // 32
+    return tl.where((block * 32 < D)[None, :], x, 0.0)

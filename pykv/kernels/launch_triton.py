@@ -12,6 +12,8 @@ import triton.language as tl
 from pykv.formats.coded import CodedFormat, find
 
 LEAST_DOT = 16  # what tl.dot takes of every axis, at least
+LEAST_VALUES = 2 * LEAST_DOT  # channels of values, which come by halves of 32
+MOST_SLICE = 128  # channels of a page that a program decodes at a time
 STEP_VALUES = 256  # weights of a row that a program reads at a time
 WEIGHT_ROWS = 4  # rows that a program reads
 
@@ -30,6 +32,21 @@ def _padded(d: int) -> int:
     return (d + 31) // 32 * 32
 
 
+def slices(d: int, least: int) -> tuple[int, int]:
+    """Channels that d are filled up to, at least, and those of a slice; see attention_triton.py.
+
+    The last slice may be narrower, if that saves a quarter.
+    """
+    filled = -(-d // least) * least
+    whole = min(upto(filled), MOST_SLICE)
+    full, rest = divmod(filled, whole)
+    if filled < whole:
+        half = whole // 2
+        narrow = half + upto(filled - half)
+        return (narrow, half) if narrow * 4 <= whole * 3 else (whole, whole)
+    return full * whole + (upto(rest) if rest else 0), whole
+
+
 def _outliers(name: str, d: int) -> int:
     format_ = find(name)
     return format_.n_outliers(d) if isinstance(format_, CodedFormat) else 0
@@ -39,6 +56,7 @@ def attention(
     types: tuple[str, str],
     d: tuple[int, int],
     pages: tuple[int, int] | None = None,
+    mapped: bool = False,
     tails: tuple[str, str] = ("f16", "f16"),
     operand: Any = tl.float16,
     n_rot: int = 0,
@@ -47,16 +65,20 @@ def attention(
     """Of `attend_rows` and `attend_prompt`, less what counts heads and queries.
 
     Pairs are keys and values. d: channels of a head; `pages`: those that pages have, where a
-    transform makes them others. `operand`: what tiles are multiplied in. n_rot: keys lie in the
-    cache before RoPE, which turns so many channels.
+    transform makes them others. `mapped`: whether a transform takes the pages' values, whose sums
+    are then kept apart. `operand`: what tiles are multiplied in. n_rot: keys lie in the cache
+    before RoPE, which turns so many channels.
     """
     k, v = (module(name) for name in types)
     page_k, page_v = pages or d
     of_k, of_v = _outliers(types[0], page_k), _outliers(types[1], page_v)
+    (width_k, slice_k), (width_v, slice_v) = slices(d[0], LEAST_DOT), slices(d[1], LEAST_VALUES)
+    page_slices = slices(page_k, LEAST_DOT), slices(page_v, LEAST_VALUES)
     return {
-        "D_K": d[0], "D_V": d[1], "WIDTH_K": upto(d[0]), "WIDTH_V": upto(_padded(d[1])),
-        "PAGE_K": page_k, "PAGE_V": page_v, "PAGE_WIDTH_K": upto(page_k),
-        "PAGE_WIDTH_V": upto(_padded(page_v)), "MAPPED": pages is not None,
+        "D_K": d[0], "D_V": d[1], "WIDTH_K": width_k, "WIDTH_V": width_v, "SLICE_K": slice_k,
+        "SLICE_V": slice_v, "PAGE_K": page_k, "PAGE_V": page_v, "PAGE_WIDTH_K": page_slices[0][0],
+        "PAGE_WIDTH_V": page_slices[1][0], "PAGE_SLICE_K": page_slices[0][1],
+        "PAGE_SLICE_V": page_slices[1][1], "MAPPED": mapped,
         "ENCODED": types != tails, "OPERAND": operand,
         "TAIL_K": module(tails[0]).level, "TAIL_V": module(tails[1]).level,
         "K_BITS": k.BITS, "K_AXIS": k.KEY_AXIS, "K_PARAMETERS": k.PARAMETERS, "k_level": k.level,
@@ -64,6 +86,19 @@ def attention(
         "N_ROT": n_rot, "NEOX": neox,
         "K_OUTLIERS": of_k, "K_PLACES": max(LEAST_DOT, upto(of_k)),
         "V_OUTLIERS": of_v, "V_PLACES": max(LEAST_DOT, upto(of_v)),
+    }  # fmt: skip
+
+
+def sums(d: int, page_d: int | None = None) -> int:
+    """f32 of one chunk's sums in `partial`; page_d: of values that transforms map, else None."""
+    return _padded(d) + (0 if page_d is None else _padded(page_d))
+
+
+def combination(heads: int, d: int, page_d: int | None = None) -> dict[str, Any]:
+    """Of `combine` for values of d channels; page_d as in `sums`, whose number is `distance`."""
+    return {
+        "HEADS": heads, "D": d, "WIDTH": upto(d), "PAGE_D": page_d or d,
+        "PAGE_WIDTH": upto(page_d or d), "MAPPED": page_d is not None,
     }  # fmt: skip
 
 

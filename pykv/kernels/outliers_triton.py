@@ -46,10 +46,10 @@ def entries(address, N: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def of_keys(
-    page, extra, c, t, D: tl.constexpr, BITS: tl.constexpr, level: tl.constexpr,
+    page, extra, c, D: tl.constexpr, BITS: tl.constexpr, level: tl.constexpr,
     N: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """f32 [C, T]: what to add to the keys of channels c and tokens t, before RoPE."""
+    """f32 [C, 64]: what to add to the keys of channels c, before RoPE."""
     place, value, used = entries(page + code_bytes_keys(D, BITS), N, PADDED)
     channel, token = place // PAGE, place % PAGE
     code = code_at(page, place, D * 8 * main_bits(BITS), BITS)
@@ -57,16 +57,16 @@ def of_keys(
     decoded += tl.load(extra + RANGES_AT + D + channel)
     difference = tl.where(used, value - decoded, 0.0)
     where = (c[:, None] == channel[None, :]).to(tl.float16)
-    what = tl.where(token[:, None] == t[None, :], difference[:, None], 0.0)
+    what = tl.where(token[:, None] == tl.arange(0, PAGE)[None, :], difference[:, None], 0.0)
     return tl.dot(where, what.to(tl.float16))
 
 
 @triton.jit
 def of_values(
-    page, extra, t, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    level: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr,
+    page, extra, first, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, level: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """f32 [T, WIDTH / 2]: what to add to values of tokens t, of one half of each 32 channels."""
+    """f32 [64, WIDTH / 2]: what to add to a slice of values, of one half of each 32 channels."""
     scales = page + code_bytes_values(D, BITS)
     place, value, used = entries(scales + 4 * PAGE, N, PADDED)
     channel, token = place // (32 * PAGE) * 32 + place % 32, place // 32 % PAGE
@@ -76,7 +76,7 @@ def of_values(
     )
     difference = tl.where(used, value - decoded, 0.0)
     j = tl.arange(0, WIDTH // 2)
-    lane = j // 16 * 32 + half * 16 + j % 16
-    where = (t[:, None] == token[None, :]).to(tl.float16)
+    lane = j // 16 * 32 + half * 16 + j % 16 + first
+    where = (tl.arange(0, PAGE)[:, None] == token[None, :]).to(tl.float16)
     what = tl.where(channel[:, None] == lane[None, :], difference[:, None], 0.0)
     return tl.dot(where, what.to(tl.float16))

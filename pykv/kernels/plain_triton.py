@@ -29,8 +29,9 @@ def key_tile(page, c, slots, D: tl.constexpr):
 
 
 @triton.jit
-def value_tile(page, t, slots, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """[T, WIDTH / 2] of the tokens t [T]: channels 32 b + 16 half + lane, by (b, lane)."""
+def value_tile(page, t, slots, first, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """[T, WIDTH / 2] of the tokens t [T]: channels first + 32 b + 16 half + lane, by (b, lane)."""
     t, j = t[:, None], tl.arange(0, WIDTH // 2)[None, :]
-    place = (j // 16 * slots + t) * 32 + half * 16 + j % 16
-    return tl.load(page + place, (j // 16 * 32 < D) & (t < slots), 0.0)
+    block = j // 16 + first // 32
+    place = (block * slots + t) * 32 + half * 16 + j % 16
+    return tl.load(page + place, (block * 32 < D) & (t < slots), 0.0)

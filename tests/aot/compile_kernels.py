@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pykv.kernels import launch_triton, matvec_triton
-from pykv.kernels.attention_triton import attend_prompt, attend_rows
+from pykv.kernels.attention_triton import attend_prompt, attend_rows, combine
 from pykv.kernels.encode_triton import encode_pages
 
 GROUP, SPLITS, QUERIES = 4, 16, 16
@@ -61,6 +61,12 @@ def prompt(key: str, value: str, d: int, target: str) -> Any:
     return made(attend_prompt, attention(key, value, d) | counts, target, True)
 
 
+def combined(d: str, page_d: str, heads: int, target: str) -> Any:
+    """The sums of chunks, for values of d channels; page_d: of mapped ones, or none."""
+    fixed = launch_triton.combination(heads, int(d), None if page_d == "none" else int(page_d))
+    return made(combine, fixed, target, True)
+
+
 def encode(name: str, side: str, d: int, target: str) -> Any:
     """The encoder of a type's keys or values."""
     return made(encode_pages, launch_triton.encoder(name, side, d), target, False)
@@ -84,11 +90,14 @@ def made(kernel: Any, fixed: dict[str, object], target: str, fuse: bool) -> Any:
     return triton.compile(source, target=target_of(target), options=options)
 
 
+KERNELS = {
+    "attend": attend, "prompt": prompt, "combine": combined, "encode": encode, "matvec": matvec,
+}  # fmt: skip
+
+
 def compiled(what: str, d: int, pair: str, target: str) -> dict[str, object]:
     """What the compiler says of one kernel."""
-    kernel = {"attend": attend, "prompt": prompt, "encode": encode, "matvec": matvec}[what](
-        *pair.split("/"), d, target
-    )
+    kernel = KERNELS[what](*pair.split("/"), d, target)
     found = {"what": what, "pair": pair, "d": d, "target": target, "shared": kernel.metadata.shared}
     if target.startswith("sm_"):
         found |= usage(kernel.asm["cubin"])
