@@ -53,7 +53,7 @@ def scaled(x, y, factor):
 def capped(x, y, limit):
     """limit * tanh(x / limit)."""
     # tanh(u) = 2 / (1 + exp(-2 u)) - 1
-    return limit * (2.0 * sigmoid(2.0 * x / limit) - 1.0)
+    return limit * (2.0 * sigmoid(x * (2.0 / limit)) - 1.0)
 
 
 @triton.jit

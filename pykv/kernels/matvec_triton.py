@@ -152,7 +152,7 @@ def matvec(
             ROWS, X_TILE, NORM, SIZES0, weight0,
         )  # fmt: skip
         put(out0, add, total, row, r, real, n_out0, ADD)
-    if COUNT > 1:
+    if COUNT > 1:  # noqa: SIM102
         if (number >= first1) & (number < first2):
             row = (number - first1) * ROWS + i
             total = normed(
@@ -160,7 +160,7 @@ def matvec(
                 ROWS, X_TILE, NORM, SIZES1, weight1,
             )  # fmt: skip
             put(out1, add, total, row, r, real, n_out1, False)
-    if COUNT > 2:
+    if COUNT > 2:  # noqa: SIM102
         if number >= first2:
             row = (number - first2) * ROWS + i
             total = normed(
