@@ -16,7 +16,7 @@ import triton.language as tl
 from pykv.formats.coded import find
 from pykv.kernels.attention_triton import RECORD, entry_of
 from pykv.kernels.elementwise_triton import is_interpreted, rows_at_once
-from pykv.kernels.launch_triton import module
+from pykv.kernels.launch_triton import module, upto
 from pykv.kernels.plain_triton import ALIGN, PAGE
 from pykv.kernels.position_triton import partner
 
@@ -154,10 +154,22 @@ def warps(values: int) -> int:
     return min(4, max(1, values // 32))
 
 
+def tail(d_k: int, d_v: int, types: tuple[str, str], lines: int) -> dict[str, Any]:
+    """Compile-time parameters of `write_tail`, less those of RoPE."""
+    width_k, width_v = upto(d_k), upto((d_v + 31) // 32 * 32)
+    key, value = (find(name) for name in types)
+    return {
+        "LINES": lines, "D_K": d_k, "D_V": d_v, "WIDTH_K": width_k, "WIDTH_V": width_v,
+        "TAIL_K": module(types[0]).level, "TAIL_V": module(types[1]).level,
+        "LIMIT_K": key.page_limit, "LIMIT_V": value.page_limit,
+        "num_warps": warps(lines * max(width_k, width_v)),
+    }  # fmt: skip
+
+
 def rope(x: Any, cos: Any, sin: Any, n_rot: int, neox: bool) -> None:
     """Turn n_rot channels of x f32 [T, heads, d] in place, by cos and sin f32 [T, n_rot / 2]."""
     n_rows, heads, d = x.shape
-    width = triton.next_power_of_2(d)
+    width = upto(d)
     lines = rows_at_once(width, n_rows * heads)
     turn_heads[(triton.cdiv(n_rows * heads, lines),)](
         x, cos, sin, n_rows * heads, heads,
@@ -195,18 +207,13 @@ def _write(
     tails: tuple[str, str], q_rot: int, k_rot: int, neox: bool,
 ) -> None:  # fmt: skip
     (_, heads, d_k), d_v, n_rows = k.shape, v.shape[2], rows.shape[0]
-    width_k = triton.next_power_of_2(d_k)
-    width_v = triton.next_power_of_2((d_v + 31) // 32 * 32)
-    lines, width = 1, max(width_k, width_v)
+    lines = 1
     if is_interpreted():
-        lines = rows_at_once(width, n_rows * max(heads, q.shape[1]))
-    key, value = (find(name) for name in tails)
+        lines = rows_at_once(upto(max(d_k, d_v + 31)), n_rows * max(heads, q.shape[1]))
     programs = triton.cdiv(n_rows * heads, lines)
     if q_rot:
         programs += triton.cdiv(n_rows * q.shape[1], lines)
     write_tail[(programs,)](
         pool, records, rows, q, k, v, cos, sin, flags, n_rows, q.shape[1], heads,
-        LINES=lines, D_K=d_k, D_V=d_v, WIDTH_K=width_k, WIDTH_V=width_v, Q_ROT=q_rot, K_ROT=k_rot,
-        NEOX=neox, TAIL_K=module(tails[0]).level, TAIL_V=module(tails[1]).level,
-        LIMIT_K=key.page_limit, LIMIT_V=value.page_limit, num_warps=warps(lines * width),
+        Q_ROT=q_rot, K_ROT=k_rot, NEOX=neox, **tail(d_k, d_v, tails, lines),
     )  # fmt: skip
