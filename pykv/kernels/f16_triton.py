@@ -7,10 +7,10 @@ import triton.language as tl
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 16, "plain", "plain", 0
 level = tl.float16
-BLOCK_LEN, BLOCK_BYTES = 32, 64  # a row has no blocks; this is what a thread block steps by
+BLOCK_LEN, BLOCK_BYTES, LANES = 1, 2, 1  # of rows, which have no blocks
 
 
 @triton.jit
-def weight(block, j, table):
-    """Value j of 32 at that address; see matvec_triton.py."""
-    return tl.load(block.to(tl.pointer_type(tl.float16)) + j).to(tl.float32)
+def weight(block, plane: tl.constexpr, lane, table):
+    """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
+    return tl.load(block.to(tl.pointer_type(tl.float16)) + lane).to(tl.float32)

@@ -7,12 +7,12 @@ import triton.language as tl
 
 from pykv.formats import iq4_nl
 from pykv.kernels.encode_triton import extreme, largest, nearest, one_by_one, reciprocal
-from pykv.kernels.matvec_triton import half_of, nibble
+from pykv.kernels.matvec_triton import byte_of, half_of
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "block", "block", 1
 
 LEVELS = iq4_nl.TABLE  # for `extra`
-BLOCK_LEN, BLOCK_BYTES = 32, 18
+BLOCK_LEN, BLOCK_BYTES, LANES = 32, 18, 16
 
 
 @triton.jit
@@ -46,6 +46,6 @@ def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
 
 
 @triton.jit
-def weight(block, j, table):
-    """Value j of a block at that address; see matvec_triton.py."""
-    return tl.load(table + nibble(block + 2, j)) * half_of(block, 0)
+def weight(block, plane: tl.constexpr, lane, table):
+    """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
+    return tl.load(table + (byte_of(block + 2, lane) >> plane * 4 & 15)) * half_of(block, 0)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pykv.kernels.matvec_triton import byte_of, half_of, nibble
+from pykv.kernels.matvec_triton import byte_of, half_of, short_of
 
-BLOCK_LEN, BLOCK_BYTES = 256, 136
+BLOCK_LEN, BLOCK_BYTES, LANES = 256, 136, 16
 
 
 @triton.jit
-def weight(block, j, table):
-    """Value j of a block at that address; see matvec_triton.py."""
-    i = j // 32
-    scale = byte_of(block + 4, i // 2) >> i % 2 * 4 & 15
-    scale |= (byte_of(block + 2, i // 4) >> i % 4 * 2 & 3) << 4
-    step = tl.load(table + nibble(block + 8 + i * 16, j % 32))
-    return half_of(block, 0) * (scale - 32).to(tl.float32) * step
+def weight(block, plane: tl.constexpr, lane, table):
+    """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
+    scale = byte_of(block, 4 + plane // 4) >> plane // 2 % 2 * 4 & 15
+    scale |= (short_of(block, 2) >> plane // 2 * 2 & 3) << 4
+    code = byte_of(block + (8 + plane // 2 * 16), lane) >> plane % 2 * 4 & 15
+    return half_of(block, 0) * (scale - 32).to(tl.float32) * tl.load(table + code)

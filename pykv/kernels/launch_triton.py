@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
+from math import gcd
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +16,9 @@ from pykv.formats.coded import CodedFormat, find
 LEAST_DOT = 16  # what tl.dot takes of every axis, at least
 LEAST_VALUES = 2 * LEAST_DOT  # channels of values, which come by halves of 32
 MOST_SLICE = 128  # channels of a page that a program decodes at a time
-STEP_VALUES = 256  # weights of a row that a program reads at a time
-WEIGHT_ROWS = 4  # rows that a program reads
+SURE_ROWS = 8  # rows of x in a product's tile, at most
+STEP_VALUES = 2048  # lanes of a weight's rows that a program reads at a time
+INTERPRETED_VALUES = 1 << 18  # and in Triton's interpreter, with its rows of x
 
 
 def upto(n: int) -> int:
@@ -113,14 +116,54 @@ def encoder(name: str, side: str, d: int, tail: str = "f16") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def product(name: str, rows: int, add: bool) -> dict[str, Any]:
-    """Of `matvec` for so many rows of x."""
+def _most(n: int, limit: int) -> int:
+    """The largest power of two up to `limit` whose multiples exceed n by an eighth at most."""
+    size = min(limit, upto(n))
+    while size > 1 and -(-n // size) * size * 8 > n * 9:
+        size //= 2
+    return size
+
+
+def rows_per_program(n_out: int, interpreted: bool) -> int:
+    """Rows of a weight that a program reads; there is more than one for each SM of a GPU."""
+    if interpreted:
+        return max(64, _most(n_out, 1024))
+    return 4 if n_out >= 2048 else 2
+
+
+def _sizes(name: str, n_in: int, values: int, interpreted: bool) -> tuple[int, int, int, int]:
+    """A type's BLOCK_LEN, BLOCK_BYTES, LANES, and blocks read at a time: `values` lanes."""
     own = module(name)
-    return {
-        "BLOCK_LEN": own.BLOCK_LEN, "BLOCK_BYTES": own.BLOCK_BYTES, "ROWS": WEIGHT_ROWS,
-        "STEP": max(1, STEP_VALUES // own.BLOCK_LEN), "X_ROWS": rows, "X_TILE": upto(rows),
-        "ADD": add, "weight": own.weight,
-    }  # fmt: skip
+    length, size, lanes = own.BLOCK_LEN, own.BLOCK_BYTES, own.LANES
+    if length == 1:
+        length = lanes = gcd(n_in, 32)
+        size *= length
+    n_blocks, most = n_in // length, max(1, values // lanes)
+    return length, size, lanes, _most(n_blocks, most) if interpreted else min(most, upto(n_blocks))
+
+
+def product(
+    types: Sequence[str], n_out: Sequence[int], n_in: int, rows: int, interpreted: bool
+) -> dict[str, Any]:
+    """Of `matvec`, less what it does beside products, for up to three weights and rows of x."""
+    tile = min(SURE_ROWS, upto(rows))
+    at_once = rows_per_program(min(n_out) if interpreted else sum(n_out), interpreted)
+    values = (INTERPRETED_VALUES if interpreted else STEP_VALUES) // at_once
+    values //= tile if interpreted else max(1, tile // 2)
+    fixed: dict[str, Any] = {"ROWS": at_once, "X_TILE": tile}
+    for i in range(3):
+        name = types[min(i, len(types) - 1)]
+        fixed[f"SIZES{i}"] = _sizes(name, n_in, max(values, 32), interpreted)
+        fixed[f"weight{i}"] = module(name).weight
+    return fixed
+
+
+def panel_sizes(name: str, n: int, n_in: int, interpreted: bool) -> dict[str, Any]:
+    """Of `decode_rows` for n rows of a weight, less what it does beside decoding."""
+    rows = min(upto(n), 64 if interpreted else 2)
+    values = (INTERPRETED_VALUES if interpreted else STEP_VALUES) // rows
+    sizes = _sizes(name, n_in, values, interpreted)
+    return {"ROWS": rows, "SIZES": sizes, "weight": module(name).weight}
 
 
 def table(name: str) -> list[float]:

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from pykv.kernels.encode_triton import extreme, reciprocal
-from pykv.kernels.matvec_triton import half_of, nibble
+from pykv.kernels.matvec_triton import byte_of, half_of
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "block", "block", 1
-BLOCK_LEN, BLOCK_BYTES = 32, 18
+BLOCK_LEN, BLOCK_BYTES, LANES = 32, 18, 16
 
 
 @triton.jit
@@ -33,6 +33,7 @@ def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
 
 
 @triton.jit
-def weight(block, j, table):
-    """Value j of a block at that address; see matvec_triton.py."""
-    return (nibble(block + 2, j) - 8).to(tl.float32) * half_of(block, 0)
+def weight(block, plane: tl.constexpr, lane, table):
+    """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
+    code = byte_of(block + 2, lane) >> plane * 4 & 15
+    return (code - 8).to(tl.float32) * half_of(block, 0)

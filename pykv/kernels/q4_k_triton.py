@@ -7,14 +7,13 @@ import triton.language as tl
 
 from pykv.kernels.matvec_triton import byte_of, half_of, six_bits
 
-BLOCK_LEN, BLOCK_BYTES = 256, 144
+BLOCK_LEN, BLOCK_BYTES, LANES = 256, 144, 32
 
 
 @triton.jit
-def weight(block, j, table):
-    """Value j of a block at that address; see matvec_triton.py."""
-    i, lane = j // 32, j % 32
-    code = byte_of(block + 16, i // 2 * 32 + lane) >> i % 2 * 4 & 15
-    scale, minimum = six_bits(block + 4, i)
+def weight(block, plane: tl.constexpr, lane, table):
+    """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
+    code = byte_of(block + (16 + plane // 2 * 32), lane) >> plane % 2 * 4 & 15
+    scale, minimum = six_bits(block + 4, plane)
     scaled = half_of(block, 0) * scale.to(tl.float32) * code.to(tl.float32)
     return scaled - half_of(block, 2) * minimum.to(tl.float32)

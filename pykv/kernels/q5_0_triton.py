@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pykv.kernels.matvec_triton import byte_of, half_of, nibble
+from pykv.kernels.matvec_triton import byte_of, half_of, short_of
 from pykv.kernels.q4_0_triton import code, fit
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 5, "block", "block", 1
-BLOCK_LEN, BLOCK_BYTES = 32, 22
+BLOCK_LEN, BLOCK_BYTES, LANES = 32, 22, 16
 __all__ = ["code", "fit"]
 
 
@@ -20,7 +20,8 @@ def level(code, extra):
 
 
 @triton.jit
-def weight(block, j, table):
-    """Value j of a block at that address; see matvec_triton.py."""
-    high = byte_of(block + 2, j // 8) >> j % 8 & 1
-    return ((nibble(block + 6, j) | high << 4) - 16).to(tl.float32) * half_of(block, 0)
+def weight(block, plane: tl.constexpr, lane, table):
+    """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
+    code = byte_of(block + 6, lane) >> plane * 4 & 15
+    code |= (short_of(block, 2 + plane * 2) >> lane & 1) << 4
+    return (code - 16).to(tl.float32) * half_of(block, 0)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pykv.kernels.matvec_triton import byte_of, half_of, nibble
+from pykv.kernels.matvec_triton import byte_of, half_of, short_of
 from pykv.kernels.q4_1_triton import code, fit, level
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 5, "block", "block", 2
-BLOCK_LEN, BLOCK_BYTES = 32, 24
+BLOCK_LEN, BLOCK_BYTES, LANES = 32, 24, 16
 __all__ = ["code", "fit", "level"]
 
 
 @triton.jit
-def weight(block, j, table):
-    """Value j of a block at that address; see matvec_triton.py."""
-    high = byte_of(block + 4, j // 8) >> j % 8 & 1
-    code = (nibble(block + 8, j) | high << 4).to(tl.float32)
-    return code * half_of(block, 0) + half_of(block, 2)
+def weight(block, plane: tl.constexpr, lane, table):
+    """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
+    code = byte_of(block + 8, lane) >> plane * 4 & 15
+    code |= (short_of(block, 4 + plane * 2) >> lane & 1) << 4
+    return code.to(tl.float32) * half_of(block, 0) + half_of(block, 2)

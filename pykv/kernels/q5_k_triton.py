@@ -7,15 +7,14 @@ import triton.language as tl
 
 from pykv.kernels.matvec_triton import byte_of, half_of, six_bits
 
-BLOCK_LEN, BLOCK_BYTES = 256, 176
+BLOCK_LEN, BLOCK_BYTES, LANES = 256, 176, 32
 
 
 @triton.jit
-def weight(block, j, table):
-    """Value j of a block at that address; see matvec_triton.py."""
-    i, lane = j // 32, j % 32
-    code = byte_of(block + 48, i // 2 * 32 + lane) >> i % 2 * 4 & 15
-    code |= (byte_of(block + 16, lane) >> i & 1) << 4
-    scale, minimum = six_bits(block + 4, i)
+def weight(block, plane: tl.constexpr, lane, table):
+    """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
+    code = byte_of(block + (48 + plane // 2 * 32), lane) >> plane % 2 * 4 & 15
+    code |= (byte_of(block + 16, lane) >> plane & 1) << 4
+    scale, minimum = six_bits(block + 4, plane)
     scaled = half_of(block, 0) * scale.to(tl.float32) * code.to(tl.float32)
     return scaled - half_of(block, 2) * minimum.to(tl.float32)

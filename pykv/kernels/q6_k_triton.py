@@ -7,15 +7,16 @@ import triton.language as tl
 
 from pykv.kernels.matvec_triton import byte_of, half_of, signed
 
-BLOCK_LEN, BLOCK_BYTES = 256, 210
+BLOCK_LEN, BLOCK_BYTES, LANES = 256, 210, 16
 
 
 @triton.jit
-def weight(block, j, table):
-    """Value j of a block at that address; see matvec_triton.py."""
-    part, lane = j % 128 // 32, j % 32
-    low = byte_of(block, j // 128 * 64 + part % 2 * 32 + lane) >> part // 2 * 4 & 15
-    high = byte_of(block + 128, j // 128 * 32 + lane) >> part * 2 & 3
-    scale = signed(byte_of(block + 192, j // 128 * 8 + part * 2 + lane // 16))
+def weight(block, plane: tl.constexpr, lane, table):
+    """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
+    # of each 128 values, 32 at a time
+    part, half = plane % 8 // 2, plane // 8
+    low = byte_of(block + (half * 64 + part % 2 * 32 + plane % 2 * 16), lane) >> part // 2 * 4 & 15
+    high = byte_of(block + (128 + half * 32 + plane % 2 * 16), lane) >> part * 2 & 3
+    scale = signed(byte_of(block, 192 + plane))
     x = ((low | high << 4) - 32).to(tl.float32)
     return half_of(block, 208) * scale.to(tl.float32) * x

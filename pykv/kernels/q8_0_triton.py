@@ -9,7 +9,7 @@ from pykv.kernels.encode_triton import largest, reciprocal
 from pykv.kernels.matvec_triton import byte_of, half_of, signed
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 8, "block", "block", 1
-BLOCK_LEN, BLOCK_BYTES = 32, 34
+BLOCK_LEN, BLOCK_BYTES, LANES = 32, 34, 32
 
 
 @triton.jit
@@ -36,6 +36,6 @@ def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
 
 
 @triton.jit
-def weight(block, j, table):
-    """Value j of a block at that address; see matvec_triton.py."""
-    return signed(byte_of(block + 2, j)).to(tl.float32) * half_of(block, 0)
+def weight(block, plane: tl.constexpr, lane, table):
+    """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
+    return signed(byte_of(block + 2, lane)).to(tl.float32) * half_of(block, 0)

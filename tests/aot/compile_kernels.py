@@ -19,18 +19,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pykv.kernels import launch_triton, matvec_triton
+from pykv.kernels import elementwise_triton, launch_triton, matvec_triton, write_triton
 from pykv.kernels.attention_triton import attend_prompt, attend_rows, combine
 from pykv.kernels.encode_triton import encode_pages
 
 GROUP, SPLITS, QUERIES = 4, 16, 16
 POINTERS = {
-    "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64", "w": "*u8",
+    "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64",
+    "flags": "*i64", "numbers": "*i64", "flag": "*i32", 
+    **dict.fromkeys(("w", "w0", "w1", "w2"), "*u8"),
     **dict.fromkeys(
         ("q", "q_pages", "partial", "stats", "extra_k", "extra_v", "extra", "x", "out", "out_pages",
-         "add", "table", "offset_cos", "offset_sin", "start_cos", "start_sin"), "*fp32",
+         "add", "table", "table0", "table1", "table2", "out0", "out1", "out2", "norm", "weight",
+         "k", "v",         "y", "cos", "sin", "offset_cos", "offset_sin", "start_cos", "start_sin"), "*fp32",
     ),
 }  # fmt: skip
+FLOATS = ("scale", "eps", "factor")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 WIDE = re.compile(
     r"ld\.global[.\w]*\.v4\.b32|cp\.async\.c[ag]\S* \[[^\]]*\], \[[^\]]*\], 0x10|cp\.async\.cg"
@@ -73,25 +77,83 @@ def encode(name: str, side: str, d: int, target: str) -> Any:
 
 
 def matvec(name: str, rows: str, d: int, target: str) -> Any:
-    """The product with a weight type's blocks, for so many rows; d is not used."""
-    fixed = launch_triton.product(name, int(rows), add=False)
+    """The products with one to three weights, q4_k+q6_k, for so many rows, after a norm."""
+    types = name.split("+")
+    fixed = launch_triton.product(types, [4096] * len(types), 4096, int(rows), False)
+    fixed |= {"COUNT": len(types), "ADD": len(types) == 1, "NORM": True}
     return made(matvec_triton.matvec, fixed, target, True)
 
 
-def made(kernel: Any, fixed: dict[str, object], target: str, fuse: bool) -> Any:
-    """The compiled kernel."""
+def gated(name: str, rows: str, d: int, target: str) -> Any:
+    """The gated product with two weights."""
+    fixed = launch_triton.product(name.split("+"), [4096] * 2, 4096, int(rows), False)
+    fixed |= {"NORM": True, "act": elementwise_triton.silu}
+    del fixed["SIZES2"], fixed["weight2"]
+    return made(matvec_triton.matvec_gated, fixed, target, True)
+
+
+def panel(name: str, kind: str, d: int, target: str) -> Any:
+    """A weight's rows to f16 or f32."""
+    fixed = launch_triton.panel_sizes(name, 4096, 4096, False)
+    fixed |= {"LISTED": kind == "f32", "CHECKED": kind == "f16"}
+    return made(matvec_triton.decode_rows, fixed, target, True, out={"f16": "*fp16"}.get(kind))
+
+
+def write(key: str, value: str, d: int, target: str) -> Any:
+    """RoPE and the tail's keys and values, for decoding."""
+    fixed = write_triton.tail(d, d, (key, value), 1)
+    fixed |= {"Q_ROT": d, "K_ROT": d, "NEOX": True}
+    return made(write_triton.write_tail, fixed, target, True)
+
+
+def rope(style: str, _: str, d: int, target: str) -> Any:
+    """RoPE of a prompt's queries."""
+    fixed = {
+        "LINES": 8,
+        "D": d,
+        "WIDTH": launch_triton.upto(d),
+        "N_ROT": d,
+        "NEOX": style == "neox",
+    }
+    return made(write_triton.turn_heads, fixed, target, True)
+
+
+def norm(_: str, add: str, d: int, target: str) -> Any:
+    """An RMS norm of rows of d values."""
+    width = launch_triton.upto(d)
+    fixed = {"ROWS": max(1, 1024 // width), "WIDTH": width, "ADD": add == "add"}
+    return made(elementwise_triton.normalise, fixed, target, True)
+
+
+def each(name: str, _: str, d: int, target: str) -> Any:
+    """An elementwise function."""
+    fixed = {"BLOCK": 1024, "PAIRED": True, "what": getattr(elementwise_triton, name)}
+    return made(elementwise_triton.elementwise, fixed, target, True)
+
+
+def made(
+    kernel: Any, fixed: dict[str, Any], target: str, fuse: bool, out: str | None = None
+) -> Any:
+    """The compiled kernel; `out` is what that argument points to, if not f32."""
     names = kernel.arg_names
+    warps = fixed.pop("num_warps", 4)
     kinds = {
-        n: "constexpr" if n in fixed else POINTERS.get(n, "fp32" if n == "scale" else "i32")
+        n: "constexpr" if n in fixed else POINTERS.get(n, "fp32" if n in FLOATS else "i32")
         for n in names
     }
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in POINTERS}
+    if out is not None:
+        kinds["out"] = out
+    whole = {*POINTERS, "n_in"}  # addresses, and counts that are multiples of 16
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+               if n in whole and n not in fixed}  # fmt: skip
     source, options = ASTSource(kernel, kinds, fixed, aligned), {"enable_fp_fusion": fuse}
+    options["num_warps"] = warps
     return triton.compile(source, target=target_of(target), options=options)
 
 
 KERNELS = {
     "attend": attend, "prompt": prompt, "combine": combined, "encode": encode, "matvec": matvec,
+    "gated": gated, "panel": panel, "write": write, "rope": rope, "norm": norm, "each": each,
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 triton = pytest.importorskip("triton", reason="the GPU's compiler is not installed")
 torch = pytest.importorskip("torch", reason="the GPU's tensors are not installed")
 
-matvec = import_module("pykv.kernels.matvec_triton").matvec
+matvec = import_module("pykv.kernels.matvec_triton")
 launch = import_module("pykv.kernels.launch_triton")
 TYPES = [
     "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k",
@@ -47,29 +48,147 @@ def blocks_of(name, rows, n, seed):
     return data.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", TYPES)
-def test_products_are_those_of_the_gguf_package(name, rows):
-    module, n_out, n = launch.module(name), 19, 768
-    data = blocks_of(name, n_out, n, len(name))
+def weight_of(name, n_out, n_in, seed=0):
+    """A weight as the backend has it, and its values in float64."""
+    data = blocks_of(name, n_out, n_in, seed + len(name))
     kind = gguf.GGMLQuantizationType[name.upper()]
     with np.errstate(over="ignore"):
-        weights = gguf.quants.dequantize(data, kind).reshape(n_out, n).astype(np.float64)
-    x = np.random.default_rng(2).standard_normal((rows, n)).astype(np.float32)
-    add = np.random.default_rng(3).standard_normal((rows, n_out)).astype(np.float32)
-    out = torch.full((rows, n_out + 5), -7.0)
+        values = gguf.quants.dequantize(data, kind).reshape(n_out, n_in).astype(np.float64)
     table = torch.tensor(MXFP4 if name == "mxfp4" else IQ4, dtype=torch.float32)
-    padded = torch.zeros(rows, n_out + 5)
-    padded[:, :n_out] = torch.from_numpy(add)
-    matvec[(-(-n_out // launch.WEIGHT_ROWS),)](
-        torch.from_numpy(data), torch.from_numpy(x), out, padded, table, data.shape[1],
-        n // module.BLOCK_LEN, n_out, n, n_out + 5, **launch.product(name, rows, add=True),
-    )  # fmt: skip
-    found = out.numpy()
-    assert (found[:, n_out:] == -7).all()
-    exact = x.astype(np.float64) @ weights.T + add
-    # float32: two roundings in a value, one in a product, and n sums; K types subtract a minimum
-    size = np.abs(x).astype(np.float64) @ np.abs(weights).T + np.abs(add)
+    return SimpleNamespace(
+        data=torch.from_numpy(data), n_out=n_out, n_in=n_in, row_bytes=data.shape[1], type=name,
+        table=table,
+    ), values  # fmt: skip
+
+
+def normal(*shape, seed=2):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def size_of(name, x, values):
+    """What an error is measured by: the sum of the parts' magnitudes.
+
+    float32: two roundings in a value, one in a product, and n sums; some types subtract a minimum.
+    """
+    size = np.abs(x).astype(np.float64) @ np.abs(values).T
     if name in ("q2_k", "q4_k", "q5_k", "q4_1", "q5_1"):
-        size += np.abs(x).sum(1, keepdims=True) * np.abs(weights).max(1) * 4
-    assert (np.abs(found[:, :n_out] - exact) <= size * (n + 4) * 2.0**-24).all()
+        size += np.abs(x).sum(1, keepdims=True) * np.abs(values).max(1) * 4
+    return size
+
+
+def normed(x, weight, eps):
+    x = x.astype(np.float64)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_products_are_those_of_the_gguf_package(name):
+    rows, n_out, n = 1 + TYPES.index(name) % 3, 19, 768
+    weight, values = weight_of(name, n_out, n)
+    x, add = normal(rows, n), normal(rows, n_out, seed=3)
+    out = torch.full((rows + 1, n_out), -7.0)
+    matvec.products(torch.from_numpy(x), [weight], [out], torch.from_numpy(add))
+    found = out.numpy()
+    assert (found[rows:] == -7).all()
+    exact = x.astype(np.float64) @ values.T + add
+    size = size_of(name, x, values) + np.abs(add)
+    assert (np.abs(found[:rows] - exact) <= size * (n + 4) * 2.0**-24).all()
+    panel = torch.full((n_out + 1, n), -7.0)
+    matvec.panel(weight, panel[:n_out])
+    # the parts of a value: a scaled code, and a minimum of four times the largest value at most
+    near = np.abs(panel[:n_out].numpy() - values)
+    assert (near <= np.abs(values).max(1, keepdims=True) * 4 * 2.0**-23).all()
+    assert (panel[n_out:] == -7).all()
+
+
+TRIOS = [
+    ("q4_0", "q4_0", "q4_0"),
+    ("q4_k", "q4_k", "q6_k"),
+    ("q8_0", "f16", "mxfp4"),
+    ("q5_1",) * 2,
+]
+
+
+@pytest.mark.parametrize("names", TRIOS)
+def test_several_weights_and_the_norm_before_them(names):
+    rows, n = 3, 512
+    counts = (70, 9, 64)[: len(names)]
+    made = [
+        weight_of(t, n_out, n, i) for i, (t, n_out) in enumerate(zip(names, counts, strict=True))
+    ]
+    x, norm_weight = normal(rows, n), normal(n, seed=4)
+    outs = [torch.full((rows, n_out), -7.0) for n_out in counts]
+    matvec.products(
+        torch.from_numpy(x), [w for w, _ in made], outs, norm=(torch.from_numpy(norm_weight), 1e-5)
+    )
+    y = normed(x, norm_weight, 1e-5)
+    for name, (_, values), out in zip(names, made, outs, strict=True):
+        # as many roundings again for the norm, whose sum of squares has n
+        bound = size_of(name, y, values) * (2 * n + 12) * 2.0**-24
+        assert (np.abs(out.numpy() - y @ values.T) <= bound).all()
+
+
+def act_of(name, x):
+    if name == "silu":
+        return x / (1 + np.exp(-x))
+    return x / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize(("types", "act"), [(("q4_k", "q6_k"), "silu"), (("q4_1", "q4_1"), "gelu")])
+def test_gated(types, act):
+    rows, n, n_out = 2, 256, 37
+    (gate, g), (up, u) = (weight_of(t, n_out, n, i) for i, t in enumerate(types))
+    scale = np.float32(1 / np.abs(g).max() / 8)  # gates of a size where activations bend
+    x, norm_weight = normal(rows, n), normal(n, seed=4) * scale
+    out = torch.full((rows, n_out), -7.0)
+    matvec.gated(torch.from_numpy(x), gate, up, out, act, (torch.from_numpy(norm_weight), 1e-6))
+    y = normed(x, norm_weight, 1e-6)
+    a, b = y @ g.T, y @ u.T
+    share = (2 * n + 12) * 2.0**-24
+    off_a, off_b = (size_of(t, y, v) * share for t, v in zip(types, (g, u), strict=True))
+    # no activation is steeper than 1.2; its own roundings are a few of its value
+    exact = act_of(act, a)
+    bound = 1.2 * off_a * (np.abs(b) + off_b) + np.abs(exact) * (off_b + np.abs(b) * 2.0**-20)
+    assert (np.abs(out.numpy() - exact * b) <= bound).all()
+
+
+def test_a_rows_bits_do_not_depend_on_the_others():
+    n, counts, names = 512, (70, 33), ("q4_k", "q6_k")
+    weights = [weight_of(t, c, n)[0] for t, c in zip(names, counts, strict=True)]
+    up = weight_of("q8_0", 70, n)[0]
+    x, norm = torch.from_numpy(normal(11, n)), (torch.from_numpy(normal(n, seed=4)), 1e-6)
+
+    def made(x):
+        outs = [torch.full((len(x), c), -7.0) for c in (*counts, 70)]
+        matvec.products(x, weights, outs[:2], norm=norm, deterministic=True)
+        matvec.gated(x, weights[0], up, outs[2], "silu", deterministic=True)
+        return outs
+
+    whole = made(x)
+    for first, last in ((0, 1), (2, 5), (1, 10)):
+        for out, part in zip(whole, made(x[first:last].contiguous()), strict=True):
+            assert torch.equal(out[first:last], part)
+
+
+def test_panels_take_rows_and_say_what_is_too_large():
+    weight, values = weight_of("q8_0", 50, 96)
+    flag, half = torch.zeros(1, dtype=torch.int32), torch.zeros(7, 96, dtype=torch.float16)
+    numbers = torch.tensor([3, 49, 0, 7, 7, 12, 48], dtype=torch.int32)
+    matvec.panel(weight, half, numbers, flag=flag)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(half.numpy(), values[numbers].astype(np.float16))
+    assert int(flag) == 0
+    matvec.panel(weight, half[:2], first=48)
+    np.testing.assert_array_equal(half[:2].numpy(), values[48:].astype(np.float16))
+    large, _ = weight_of("f32", 50, 96)
+    large.data = torch.from_numpy(np.full((50, 96), 65_505, np.float32).view(np.uint8))
+    matvec.panel(large, half, numbers, flag=flag)
+    assert int(flag) == 1
+
+
+def test_rows_without_whole_blocks():
+    weight, values = weight_of("f16", 5, 40)
+    x, out = normal(2, 40), torch.zeros(2, 5)
+    matvec.products(torch.from_numpy(x), [weight], [out])
+    bound = size_of("f16", x, values) * 44 * 2.0**-24
+    assert (np.abs(out.numpy() - x.astype(np.float64) @ values.T) <= bound).all()
