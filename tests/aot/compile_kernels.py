@@ -28,7 +28,7 @@ POINTERS = {
     "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64", "w": "*u8",
     **dict.fromkeys(
         ("q", "q_pages", "partial", "stats", "extra_k", "extra_v", "extra", "x", "out", "out_pages",
-         "add", "table", "offset_cos", "offset_sin", "start_cos", "start_sin"), "*fp32",
+         "add", "table", "mapped", "offset_cos", "offset_sin", "start_cos", "start_sin"), "*fp32",
     ),
 }  # fmt: skip
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

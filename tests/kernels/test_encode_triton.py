@@ -89,8 +89,8 @@ def pages(name, side, d, tails):
     places = (start + size * np.arange(heads)) // 64
     moves = torch.from_numpy(np.stack([entries, places], 1))
     memory, values = torch.from_numpy(pool), torch.from_numpy(np.ascontiguousarray(extra))
-    encode.encode_pages[(heads,)](
-        memory, moves, values, values.shape[1], heads, **launch.encoder(name, side, d)
+    encode.encode(
+        memory, moves, values, name, side, d, heads
     )
     np.testing.assert_array_equal(table, places)
     assert (pool[start + heads * size :] == 0xA5).all()
