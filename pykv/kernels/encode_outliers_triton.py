@@ -111,7 +111,7 @@ def take(
     for first in range(0, N, PAGE * BLOCK):
         slot = i + first
         unused = (slot >= above + tl.minimum(equal, left)) & (slot < N)
-        put(slots, slot, UNUSED + i * 0, i * 0.0, unused, N)
+        put(slots, slot, i * 0 + UNUSED, i * 0.0, unused, N)
     return tl.min(rest_low, 1, keep_dims=True), tl.max(rest_high, 1, keep_dims=True)
 
 

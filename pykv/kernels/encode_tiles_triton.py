@@ -81,46 +81,30 @@ def nearest(x, levels, N: tl.constexpr):
 
 
 @triton.jit
-def halves(x):
-    """[rows, 2 n] -> its first n columns, and the others."""
-    parts = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
-    return tl.split(tl.permute(parts, (0, 2, 1)))
-
-
-@triton.jit
-def plus_2(total, x):
-    """[rows] and the two columns of x, one after the other."""
-    a, b = tl.split(x)
-    return (total + a) + b
-
-
-@triton.jit
-def plus_8(total, x):
-    """[rows] and eight columns."""
-    left, right = halves(x)
-    for part in (left, right):
-        a, b = halves(part)
-        total = plus_2(plus_2(total, a), b)
+def one_by_one(x):
+    """[rows, 32] -> [rows, 1]: the sum of each, one float32 after the other."""
+    parts = (x,)
+    for k in tl.static_range(5):
+        finer = ()
+        for i in tl.static_range(1 << k):
+            two = tl.reshape(parts[i], (x.shape[0], 2, 16 >> k))
+            finer = finer + tl.split(tl.permute(two, (0, 2, 1)))
+        parts = finer
+    total = parts[0]
+    for i in tl.static_range(1, 32):
+        total += parts[i]
     return total
 
 
 @triton.jit
-def one_by_one(x):
-    """[rows, 32] -> [rows, 1]: the sum of each, one float32 after the other."""
-    left, right = halves(x)
-    a, b = halves(left)
-    c, d = halves(right)
-    total = plus_8(plus_8(tl.zeros((x.shape[0],), tl.float32), a), b)
-    return plus_8(plus_8(total, c), d)[:, None]
-
-
-@triton.jit
 def places(b, BY_CHANNEL: tl.constexpr):
-    """Channels and tokens of tile b, i32 [64, 1] or [1, 32] each."""
+    """Channels and tokens of tile b, i32 that make [64, 32] together."""
     row, column = tl.arange(0, PAGE)[:, None], tl.arange(0, BLOCK)[None, :]
     if BY_CHANNEL:
-        return row // 2 + b * BLOCK, row % 2 * BLOCK + column
-    return column + b * BLOCK, row
+        c, t = row // 2 + b * BLOCK, row % 2 * BLOCK + column
+    else:
+        c, t = column + b * BLOCK, row
+    return c, t
 
 
 @triton.jit

@@ -20,7 +20,8 @@ def level(code, extra):
 def fit(x, real, extra, n, BITS: tl.constexpr):
     """A token's own range: half its width, and its centre."""
     low, high = least(x, real), largest(x, real)
-    centre = half(low / 2 + high / 2)
+    # halved by a product: the GPU divides exactly only where it is told to
+    centre = half(low * 0.5 + high * 0.5)
     scale = half(tl.maximum(high - centre, centre - low))
     return scale, centre, scale
 
