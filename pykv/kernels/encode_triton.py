@@ -1,231 +1,207 @@
 """Encoding full tail pages on the GPU: layout in formats/coded.py, bytes those of its codecs.
 
 A format gives, beside what coded_triton.py asks for,
-    fit(x, real, extra, n, BITS, AXIS) -> scale, minimum, inverse    along AXIS of x, kept as 1
+    fit(x, real, extra, n, BITS) -> scale, minimum, inverse    [rows, 1] of rows of values
     code(x, scale, minimum, inverse, extra, BITS) -> i32
-where `real` says which of the values exist and n how many a group of theirs has. `inverse` is
-whatever else codes are made with. Compile with `enable_fp_fusion=False`: a product and a sum that
-are rounded once choose other codes.
+where `real` says which of the values exist and n how many of them a row has. `inverse` is whatever
+else codes are made with. Where a token has one scale, x is only its least and its largest value. If
+LENGTHS is set it is f64, the sum of its squares, and the scale a length, which is divided by that
+of what the codes stand for.
+
+A page is read 32 channels at a time, and again for each pass: it fits in no registers, but in a
+cache. Kernels are compiled with `enable_fp_fusion=False`: a product and a sum that are rounded once
+choose other codes.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from pykv.kernels.coded_triton import (
-    RANGES_AT,
-    code_bytes_keys,
-    code_bytes_values,
-    main_bits,
-)
+from pykv.kernels import launch_triton
+from pykv.kernels.coded_triton import RANGES_AT, code_bytes_keys, code_bytes_values
+from pykv.kernels.encode_outliers_triton import ends, take
+from pykv.kernels.encode_tiles_triton import BLOCK, places, put_codes, put_halves, tile
 from pykv.kernels.plain_triton import ALIGN, PAGE, page_at
 
-BLOCK = tl.constexpr(32)
-MOST = tl.constexpr(65504.0)  # of a float16
-ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 plus this has no fraction
-
 
 @triton.jit
-def half(x):
-    """Rounded to float16, kept as float32; larger values are clamped."""
-    return tl.minimum(tl.maximum(x, -MOST), MOST).to(tl.float16).to(tl.float32)
-
-
-@triton.jit
-def rounded(x):
-    """The nearest whole number, of two the even one; |x| at most 2**22."""
-    return (x + ROUNDER) - ROUNDER
-
-
-@triton.jit
-def ratio(x, s):
-    """x / s, and 0 where s is 0."""
-    zero = s == 0
-    return tl.where(zero, 0.0, tl.div_rn(x, tl.where(zero, 1.0, s)))
-
-
-@triton.jit
-def reciprocal(d):
-    """1 / d, and 0 where that is not a finite float32."""
-    inverse = tl.div_rn(1.0 + tl.zeros_like(d), tl.where(d == 0, 1.0, d))
-    return tl.where((d == 0) | (tl.abs(inverse) > 3.4028234e38), 0.0, inverse)
-
-
-@triton.jit
-def index_along(x, AXIS: tl.constexpr):
-    """0, 1, 2 ... along AXIS of a tile with three axes."""
-    if AXIS == 0:
-        return tl.arange(0, x.shape[0])[:, None, None] + tl.zeros_like(x).to(tl.int32)
-    if AXIS == 1:
-        return tl.arange(0, x.shape[1])[None, :, None] + tl.zeros_like(x).to(tl.int32)
-    return tl.arange(0, x.shape[2])[None, None, :] + tl.zeros_like(x).to(tl.int32)
-
-
-@triton.jit
-def extreme(x, real, AXIS: tl.constexpr):
-    """The value of largest magnitude, with its sign; the first of equals."""
-    size = tl.where(real, tl.abs(x), -1.0)
-    top, i = tl.max(size, AXIS, keep_dims=True), index_along(x, AXIS)
-    first = tl.min(tl.where(size == top, i, 1 << 20), AXIS, keep_dims=True)
-    # -0.0 added to any value leaves it, a zero's sign included
-    return tl.sum(tl.where(i == first, x, -0.0), AXIS, keep_dims=True)
-
-
-@triton.jit
-def least(x, real, AXIS: tl.constexpr):
-    """The smallest of the values that exist, 0 where none does; all are finite."""
-    found = tl.min(tl.where(real, x, float("inf")), AXIS, keep_dims=True)
-    return tl.where(found == float("inf"), 0.0, found)
-
-
-@triton.jit
-def largest(x, real, AXIS: tl.constexpr):
-    """The largest of the values that exist, 0 where none does; all are finite."""
-    found = tl.max(tl.where(real, x, float("-inf")), AXIS, keep_dims=True)
-    return tl.where(found == float("-inf"), 0.0, found)
-
-
-@triton.jit
-def nearest(x, levels, N: tl.constexpr):
-    """The code of the level nearest to x, of two the upper one."""
-    code = tl.zeros_like(x).to(tl.int32)
-    for k in tl.static_range(N - 1):
-        middle = tl.div_rn(tl.load(levels + k) + tl.load(levels + k + 1), 2.0)
-        code += (x >= middle).to(tl.int32)
-    return code
-
-
-@triton.jit
-def one_by_one(x, AXIS: tl.constexpr):
-    """The sum along AXIS, one float32 after the other."""
-    i = index_along(x, AXIS)
-    total = tl.sum(tl.where(i == 0, x, 0.0), AXIS, keep_dims=True)
-    for k in range(1, x.shape[AXIS]):
-        total += tl.sum(tl.where(i == k, x, 0.0), AXIS, keep_dims=True)
-    return total
-
-
-@triton.jit
-def put_bits(page, codes, RUNS: tl.constexpr, shift: tl.constexpr, WIDTH: tl.constexpr, limit):
-    """WIDTH bits of each code, from bit `shift` on, to a set of `limit` bytes.
-
-    codes i32, RUNS runs of 16, one after the other.
-    """
-    PER: tl.constexpr = 8 // WIDTH
-    bits = tl.reshape((codes >> shift) & ((1 << WIDTH) - 1), (RUNS // PER, PER, 16))
-    at = tl.arange(0, PER)[None, :, None] * WIDTH
-    units = tl.reshape(tl.sum(bits << at, 1), (RUNS // PER * 16,))
-    place = tl.arange(0, RUNS // PER * 16)
-    tl.store(page + place, units.to(tl.uint8), place < limit)
-
-
-@triton.jit
-def put_codes(page, codes, RUNS: tl.constexpr, BITS: tl.constexpr, n):
-    """The page's sets of bits, of n real runs."""
-    W: tl.constexpr = main_bits(BITS)
-    put_bits(page, codes, RUNS, 0, W, n * 2 * W)
-    if W != BITS:
-        put_bits(page + n * 2 * W, codes, RUNS, W, 1, (n + 7) // 8 * 16)
-
-
-@triton.jit
-def put_halves(address, place, x, mask):
-    """float32 to float16 at `address`, clamped."""
-    tl.store(address.to(tl.pointer_type(tl.float16)) + place, half(x).to(tl.float16), mask)
-
-
-@triton.jit
-def encode_keys(
-    x, page, extra, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, AXIS: tl.constexpr,
-    PARAMETERS: tl.constexpr, fit: tl.constexpr, code: tl.constexpr,
+def scales_of_tokens(
+    source, extra, low, high, D: tl.constexpr, KEYS: tl.constexpr, MAPPED: tl.constexpr,
+    BITS: tl.constexpr, LENGTHS: tl.constexpr, fit: tl.constexpr,
 ):  # fmt: skip
-    """x f32 [WIDTH, 64] to a key page."""
-    scales = page + code_bytes_keys(D, BITS)
-    if AXIS == "channel":
-        # channel, 32-token group, token
-        y = tl.reshape(x, (WIDTH, 2, BLOCK))
-        c, group = tl.arange(0, WIDTH)[:, None, None], tl.arange(0, 2)[None, :, None]
-        real = (c < D) & (group + tl.arange(0, BLOCK)[None, None, :] >= 0)
-        s, m, inverse = fit(y, real, extra, BLOCK, BITS, 2)
-        place = tl.where(c < D, group * D + c, 2 * D)
-        COUNT: tl.constexpr = 2 * D
+    """What `fit` makes of whole tokens, whose least and largest values are given."""
+    if LENGTHS:
+        squares = tl.zeros((PAGE, BLOCK), tl.float64)
+        for b in range((D + 31) // 32):
+            x, _ = tile(source, b, D, KEYS, MAPPED, False)
+            y = x.to(tl.float64)
+            squares += y * y
+        total = tl.sum(squares, 1, keep_dims=True)
+        s, m, inverse = fit(total, total >= 0, extra, D, BITS)
     else:
-        # block of channels, channel, token; one block of all where a token has one scale
-        BLOCKS: tl.constexpr = WIDTH // BLOCK if AXIS == "block" else 1
-        COUNT: tl.constexpr = (D + 31) // 32 * PAGE if AXIS == "block" else PAGE
-        y = tl.reshape(x, (BLOCKS, WIDTH // BLOCKS, PAGE))
-        block, t = tl.arange(0, BLOCKS)[:, None, None], tl.arange(0, PAGE)[None, None, :]
-        c = block * (WIDTH // BLOCKS) + tl.arange(0, WIDTH // BLOCKS)[None, :, None]
-        real = (c < D) & (t >= 0)
+        both = tl.join(tl.reshape(low, (PAGE,)), tl.reshape(high, (PAGE,)))
+        s, m, inverse = fit(both, both == both, extra, D, BITS)
+    return s, m, inverse
+
+
+@triton.jit
+def ends_of_tokens(source, D: tl.constexpr, KEYS: tl.constexpr, MAPPED: tl.constexpr):
+    """Least and largest of each token's values, f32 [64, 1]."""
+    low = tl.full((PAGE, BLOCK), float("inf"), tl.float32)
+    high = tl.full((PAGE, BLOCK), float("-inf"), tl.float32)
+    for b in range((D + 31) // 32):
+        x, real = tile(source, b, D, KEYS, MAPPED, False)
+        low = tl.minimum(low, tl.where(real, x, float("inf")))
+        high = tl.maximum(high, tl.where(real, x, float("-inf")))
+    return tl.min(low, 1, keep_dims=True), tl.max(high, 1, keep_dims=True)
+
+
+@triton.jit
+def put_tile(
+    x, real, s, m, inverse, page, extra, b, D: tl.constexpr, KEYS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, BITS: tl.constexpr, code: tl.constexpr,
+):  # fmt: skip
+    """Tile b as codes in the page; returns them, [64, 32]."""
+    codes = tl.where(real, code(x, s, m, inverse, extra, BITS), 0)
+    RUNS: tl.constexpr = D * 4 if KEYS else (D + 31) // 32 * 128
+    put_codes(page, tl.trans(codes) if KEYS and not BY_CHANNEL else codes, b, BITS, RUNS)
+    return codes
+
+
+@triton.jit
+def put_tiles(
+    source, page, scales, extra, D: tl.constexpr, KEYS: tl.constexpr, MAPPED: tl.constexpr,
+    BITS: tl.constexpr, AXIS: tl.constexpr, PARAMETERS: tl.constexpr,
+    fit: tl.constexpr, code: tl.constexpr,
+):  # fmt: skip
+    """A page whose scales belong to a tile's rows, or lie outside it."""
+    BY_CHANNEL: tl.constexpr = KEYS and AXIS != "block"
+    COUNT: tl.constexpr = 2 * D if AXIS == "channel" else (D + 31) // 32 * PAGE
+    row = tl.arange(0, PAGE)[:, None]
+    for b in range((D + 31) // 32):
+        x, real = tile(source, b, D, KEYS, MAPPED, BY_CHANNEL)
         if AXIS == "range":
+            c, _ = places(b, True)
             s = tl.load(extra + RANGES_AT + c, c < D, 0.0)
             m = tl.load(extra + RANGES_AT + D + c, c < D, 0.0)
             inverse = s
         else:
-            s, m, inverse = fit(y, real, extra, BLOCK if AXIS == "block" else D, BITS, 1)
-        place = block * PAGE + t
-    if PARAMETERS > 0 and AXIS != "range":
-        put_halves(scales, place, s, place < COUNT)
-    if PARAMETERS == 2 and AXIS != "range":
-        put_halves(scales + COUNT * 2, place, m, place < COUNT)
-    codes = code(y, s, m, inverse, extra, BITS)
-    codes = tl.where(real, codes, 0)
-    put_codes(page, codes, WIDTH * 4, BITS, D * 4)
+            s, m, inverse = fit(x, real, extra, BLOCK, BITS)
+        if AXIS == "channel":
+            c, _ = places(b, True)
+            at = tl.where(c < D, row % 2 * D + c, COUNT)
+        else:
+            at = row + b * PAGE
+        if PARAMETERS > 0 and AXIS != "range":
+            put_halves(scales, at, s, at < COUNT)
+        if PARAMETERS == 2 and AXIS != "range":
+            put_halves(scales + COUNT * 2, at, m, at < COUNT)
+        put_tile(x, real, s, m, inverse, page, extra, b, D, KEYS, BY_CHANNEL, BITS, code)
 
 
 @triton.jit
-def encode_values(
-    x, page, extra, D: tl.constexpr, BLOCKS: tl.constexpr, BITS: tl.constexpr, AXIS: tl.constexpr,
-    PARAMETERS: tl.constexpr, fit: tl.constexpr, code: tl.constexpr,
+def put_tokens(
+    source, page, scales, extra, low, high, D: tl.constexpr, KEYS: tl.constexpr,
+    MAPPED: tl.constexpr, BITS: tl.constexpr, PARAMETERS: tl.constexpr, LENGTHS: tl.constexpr,
+    fit: tl.constexpr, code: tl.constexpr, level: tl.constexpr,
 ):  # fmt: skip
-    """x f32 [BLOCKS, 64, 32] to a value page; BLOCKS is a power of two."""
-    scales = page + code_bytes_values(D, BITS)
-    block, t = tl.arange(0, BLOCKS)[:, None, None], tl.arange(0, PAGE)[None, :, None]
-    lane = tl.arange(0, BLOCK)[None, None, :]
-    real = (block * 32 + lane < D) & (t >= 0)
-    COUNT: tl.constexpr = (D + 31) // 32 * PAGE if AXIS == "block" else PAGE
-    if AXIS == "block":
-        s, m, inverse = fit(x, real, extra, BLOCK, BITS, 2)
-        codes, place = code(x, s, m, inverse, extra, BITS), block * PAGE + t
-    else:
-        # a token's channels lie along the first axis and the last: bring them together
-        y = tl.reshape(tl.permute(x, (1, 0, 2)), (1, PAGE, BLOCKS * BLOCK))
-        c = tl.arange(0, BLOCKS * BLOCK)[None, None, :]
-        s, m, inverse = fit(y, (c < D) & (t >= 0), extra, D, BITS, 2)
-        codes, place = code(y, s, m, inverse, extra, BITS), t
-        codes = tl.permute(tl.reshape(codes, (PAGE, BLOCKS, BLOCK)), (1, 0, 2))
-    if PARAMETERS > 0:
-        put_halves(scales, place, s, place < COUNT)
+    """A page whose tokens have a scale each; values count as the nearest within low and high."""
+    s, m, inverse = scales_of_tokens(
+        source, extra, low, high, D, KEYS, MAPPED, BITS, LENGTHS, fit
+    )  # fmt: skip
+    squares = tl.zeros((PAGE, BLOCK), tl.float64) if LENGTHS else 0
+    for b in range((D + 31) // 32):
+        x, real = tile(source, b, D, KEYS, MAPPED, False)
+        if not LENGTHS:
+            x = tl.minimum(tl.maximum(x, low), high)
+        codes = put_tile(x, real, s, m, inverse, page, extra, b, D, KEYS, False, BITS, code)
+        if LENGTHS:
+            y = tl.where(real, level(codes, extra), 0.0).to(tl.float64)
+            squares += y * y
+    if LENGTHS:
+        s = (s / tl.sqrt(tl.sum(squares, 1, keep_dims=True))).to(tl.float32)
+    t = tl.arange(0, PAGE)[:, None]
+    put_halves(scales, t, s, t >= 0)
     if PARAMETERS == 2:
-        put_halves(scales + COUNT * 2, place, m, place < COUNT)
-    codes = tl.where(real, codes, 0)
-    put_codes(page, codes, BLOCKS * 128, BITS, (D + 31) // 32 * 128)
+        put_halves(scales + 2 * PAGE, t, m, t >= 0)
 
 
 @triton.jit
 def encode_pages(
-    pool, moves, extra, extra_stride, heads,
-    KEYS: tl.constexpr, TAIL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr, AXIS: tl.constexpr, PARAMETERS: tl.constexpr,
-    fit: tl.constexpr, code: tl.constexpr,
+    pool, moves, mapped, extra, extra_stride, heads,
+    KEYS: tl.constexpr, MAPPED: tl.constexpr, TAIL: tl.constexpr, D: tl.constexpr,
+    BITS: tl.constexpr, AXIS: tl.constexpr, PARAMETERS: tl.constexpr, LENGTHS: tl.constexpr,
+    OUTLIERS: tl.constexpr, ENDS: tl.constexpr,
+    fit: tl.constexpr, code: tl.constexpr, level: tl.constexpr,
 ):  # fmt: skip
     """One side of a layer: tail pages to pages, and the tables' entries with them.
 
     moves i64 [n, 2]: the address of a table's entry, and the new page's place; entries of a layer's
-    KV heads follow each other. WIDTH: D, for values filled up to blocks, up to a power of two.
+    KV heads follow each other. MAPPED: values are not the tail's but `mapped` f32 [n, 64, D]. ENDS:
+    values of a token, at either end, of which some may be outliers.
     """
     i = tl.program_id(0)
     entry = tl.load(moves + i * 2).to(tl.pointer_type(tl.int64))
     place, of_head = tl.load(moves + i * 2 + 1), extra + i % heads * extra_stride
-    tail, page = page_at(pool, entry).to(tl.pointer_type(TAIL)), pool + place * ALIGN
-    if KEYS:
-        c, t = tl.arange(0, WIDTH)[:, None], tl.arange(0, PAGE)[None, :]
-        x = tl.load(tail + c * PAGE + t, (c < D) & (t >= 0), 0.0).to(tl.float32)
-        encode_keys(x, page, of_head, D, WIDTH, BITS, AXIS, PARAMETERS, fit, code)
+    page = pool + place * ALIGN
+    if MAPPED:
+        source = mapped + i * (PAGE * D)
     else:
-        at = tl.arange(0, WIDTH * PAGE)
-        x = tl.load(tail + at, at < (D + 31) // 32 * 32 * PAGE, 0.0).to(tl.float32)
-        x = tl.reshape(x, (WIDTH // BLOCK, PAGE, BLOCK))
-        encode_values(x, page, of_head, D, WIDTH // BLOCK, BITS, AXIS, PARAMETERS, fit, code)
+        source = page_at(pool, entry).to(tl.pointer_type(TAIL))
+    scales = page + (code_bytes_keys(D, BITS) if KEYS else code_bytes_values(D, BITS))
+    low, high = 0.0, 0.0
+    if OUTLIERS > 0:
+        if not KEYS:
+            low, high = ends(source, D, MAPPED, ENDS)
+        slots = scales if KEYS else scales + 4 * PAGE
+        low, high = take(source, slots, of_head, low, high, D, KEYS, MAPPED, OUTLIERS)
+    elif AXIS == "token" and not LENGTHS:
+        low, high = ends_of_tokens(source, D, KEYS, MAPPED)
+    if AXIS == "token":
+        put_tokens(
+            source, page, scales, of_head, low, high, D, KEYS, MAPPED, BITS, PARAMETERS, LENGTHS,
+            fit, code, level,
+        )  # fmt: skip
+    else:
+        put_tiles(
+            source, page, scales, of_head, D, KEYS, MAPPED, BITS, AXIS, PARAMETERS, fit, code
+        )  # fmt: skip
+    # all threads know the old page before one of them writes the new one
+    tl.debug_barrier()
     tl.store(entry, place)
+
+
+@triton.jit
+def gather_pages(pool, moves, out, KEYS: tl.constexpr, TAIL: tl.constexpr, D: tl.constexpr):
+    """Tail pages of `moves` to f32 [n, 64, D]; 32 channels for a program."""
+    i, b = tl.program_id(0), tl.program_id(1)
+    entry = tl.load(moves + i * 2).to(tl.pointer_type(tl.int64))
+    tail = page_at(pool, entry).to(tl.pointer_type(TAIL))
+    x, real = tile(tail, b, D, KEYS, False, False)
+    c, t = places(b, False)
+    tl.store(out + i * (PAGE * D) + t * D + c, x, real)
+
+
+def gather_tails(pool: Any, moves: Any, out: Any, side: str, tail: str, d: int) -> None:
+    """The tail pages of moves i64 [n, 2] as out f32 [n, 64, d], for a transform to be applied."""
+    fixed = {"KEYS": side == "key", "TAIL": launch_triton.module(tail).level, "D": d}
+    gather_pages[len(moves), (d + 31) // 32](pool, moves, out, **fixed)
+
+
+def encode(
+    pool: Any, moves: Any, extra: Any, name: str, side: str, d: int, heads: int,
+    tail: str = "f16", rows: Any = None,
+) -> None:  # fmt: skip
+    """Encode one side of a layer into pages of type `name`, and set the tables' entries.
+
+    moves i64 [n, 2] are those of `encode_pages`, extra f32 [KV heads, m] is what `extra` of
+    launch_triton.py has, d the pages' width. rows f32 [n, 64, d]: mapped values, if there are any.
+    """
+    fixed = launch_triton.encoder(name, side, d, tail, rows is not None)
+    encode_pages[len(moves),](
+        pool, moves, extra if rows is None else rows, extra, extra.shape[1], heads, **fixed,
+        enable_fp_fusion=False,
+    )  # fmt: skip

@@ -17,9 +17,9 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr):
     """The head's own scale."""
-    scale = tl.load(extra) + tl.zeros_like(tl.sum(x, AXIS, keep_dims=True))
+    scale = tl.load(extra) + tl.zeros_like(tl.sum(x, 1, keep_dims=True))
     return scale, scale, scale
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pykv.kernels.encode_triton import half, largest, ratio, rounded
+from pykv.kernels.encode_tiles_triton import half, largest, ratio, rounded
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 8, "token", "token", 1
 
@@ -17,9 +17,9 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr):
     """The largest magnitude over 127, rounded."""
-    top = largest(tl.abs(x), real, AXIS)
+    top = largest(tl.abs(x), real)
     scale = half(tl.div_rn(top, tl.full(top.shape, 127.0, tl.float32)))
     return scale, scale, scale
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from pykv.formats import iq4_nl
-from pykv.kernels.encode_triton import extreme, largest, nearest, one_by_one, reciprocal
+from pykv.kernels.encode_tiles_triton import extreme, largest, nearest, one_by_one, reciprocal
 from pykv.kernels.matvec_triton import byte_of, half_of
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "block", "block", 1
@@ -22,16 +22,16 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr):
     """The scale that fits the nearest steps of a first one best."""
     x = tl.where(real, x, 0.0)
-    value = extreme(x, real, AXIS)
+    value = extreme(x, real)
     first = tl.div_rn(value, tl.full(value.shape, -127.0, tl.float32))
-    tiny = largest(tl.abs(x), real, AXIS) < 1e-15
+    tiny = largest(tl.abs(x), real) < 1e-15
     inverse = reciprocal(first)
     steps = tl.load(extra + nearest(x * inverse, extra, 16))
     weighted = x * x * steps
-    above, below = one_by_one(weighted * x, AXIS), one_by_one(weighted * steps, AXIS)
+    above, below = one_by_one(weighted * x), one_by_one(weighted * steps)
     fits = (below > 0) & (tiny == 0)
     scale = tl.where(fits, tl.div_rn(above, tl.where(fits, below, 1.0)), 0.0)
     # the squares of values past 1e19 overflow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pykv.kernels.encode_triton import half, largest, least, ratio, rounded
+from pykv.kernels.encode_tiles_triton import half, largest, least, ratio, rounded
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "channel", "block", 2
 
@@ -17,11 +17,11 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr):
     """The group's minimum and a share of its range, both rounded."""
-    low = least(x, real, AXIS)
+    low = least(x, real)
     minimum = half(low)
-    span = largest(x, real, AXIS) - minimum
+    span = largest(x, real) - minimum
     scale = half(tl.div_rn(span, tl.full(span.shape, (1 << BITS) - 1, tl.float32)))
     return scale, minimum, scale
 

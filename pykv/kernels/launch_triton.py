@@ -105,14 +105,18 @@ def combination(heads: int, d: int, page_d: int | None = None) -> dict[str, Any]
     }  # fmt: skip
 
 
-def encoder(name: str, side: str, d: int, tail: str = "f16") -> dict[str, Any]:
-    """Of `encode_pages` for keys or values of d channels."""
-    own, keys = module(name), side == "key"
+def encoder(
+    name: str, side: str, d: int, tail: str = "f16", mapped: bool = False
+) -> dict[str, Any]:
+    """Of `encode_pages` for keys or values of d channels; `mapped`: they are not the tail's."""
+    own, format_, keys = module(name), find(name), side == "key"
+    outliers = _outliers(name, d)
     return {
-        "KEYS": keys, "TAIL": module(tail).level, "D": d,
-        "WIDTH": upto(d if keys else _padded(d)), "BITS": own.BITS,
+        "KEYS": keys, "MAPPED": mapped, "TAIL": module(tail).level, "D": d, "BITS": own.BITS,
         "AXIS": own.KEY_AXIS if keys else own.VALUE_AXIS, "PARAMETERS": own.PARAMETERS,
-        "fit": own.fit, "code": own.code,
+        "LENGTHS": getattr(own, "LENGTHS", False), "OUTLIERS": outliers,
+        "ENDS": getattr(format_, "n_ends")(d) if outliers else 0,
+        "fit": own.fit, "code": own.code, "level": own.level,
     }  # fmt: skip
 
 

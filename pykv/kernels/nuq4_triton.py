@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pykv.kernels.encode_triton import half, largest, least, nearest, ratio
+from pykv.kernels.encode_tiles_triton import half, largest, least, nearest, ratio
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "range", "token", 2
 
@@ -17,10 +17,11 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr):
     """A token's own range: half its width, and its centre."""
-    low, high = least(x, real, AXIS), largest(x, real, AXIS)
-    centre = half(low / 2 + high / 2)
+    low, high = least(x, real), largest(x, real)
+    # halved by a product: the GPU divides exactly only where it is told to
+    centre = half(low * 0.5 + high * 0.5)
     scale = half(tl.maximum(high - centre, centre - low))
     return scale, centre, scale
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pykv.kernels.encode_triton import extreme, reciprocal
+from pykv.kernels.encode_tiles_triton import extreme, reciprocal
 from pykv.kernels.matvec_triton import byte_of, half_of
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "block", "block", 1
@@ -19,9 +19,9 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr):
     """The value of largest magnitude gets code 0."""
-    scale = extreme(x, real, AXIS) * (-2 / (1 << BITS))
+    scale = extreme(x, real) * (-2 / (1 << BITS))
     return scale, scale, reciprocal(scale)
 
 

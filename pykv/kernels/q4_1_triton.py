@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pykv.kernels.encode_triton import largest, least, reciprocal
+from pykv.kernels.encode_tiles_triton import largest, least, reciprocal
 from pykv.kernels.matvec_triton import byte_of, half_of
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "block", "block", 2
@@ -19,10 +19,10 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
+def fit(x, real, extra, n, BITS: tl.constexpr):
     """The block's minimum and a share of its range."""
-    minimum = least(x, real, AXIS)
-    span = largest(x, real, AXIS) - minimum
+    minimum = least(x, real)
+    span = largest(x, real) - minimum
     scale = tl.div_rn(span, tl.full(span.shape, (1 << BITS) - 1, tl.float32))
     return scale, minimum, reciprocal(scale)
 

@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 
 from pykv.formats import tq4
-from pykv.kernels.encode_triton import nearest
+from pykv.kernels.encode_tiles_triton import nearest
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "token", "token", 1
 LEVELS = tq4.FORMAT.levels  # for `extra`
+LENGTHS = True  # a token's scale makes it as long as it was
 
 
 @triton.jit
@@ -19,18 +20,14 @@ def level(code, extra):
 
 
 @triton.jit
-def fit(x, real, extra, n, BITS: tl.constexpr, AXIS: tl.constexpr):
-    """The length over that of the codes' levels; lengths in float64."""
-    y = tl.where(real, x, 0.0).to(tl.float64)
-    length = tl.sqrt(tl.sum(y * y, AXIS, keep_dims=True))
+def fit(x, real, extra, n, BITS: tl.constexpr):
+    """The length of x, whose squares are given, and what makes that sqrt(n); in float64."""
+    length = tl.sqrt(x)
     root = tl.sqrt(tl.full(length.shape, n, tl.float64))
     some = tl.where(length > 0, length, 1.0)
     # a length below 1e-38 has an inverse that float32 does not hold
     unit = tl.where(length > 0, tl.minimum(root / some, 3.4028234663852886e38), 0.0).to(tl.float32)
-    steps = tl.load(extra + nearest(x * unit, extra, 1 << BITS)).to(tl.float64)
-    steps = tl.where(real, steps, 0.0)
-    scale = (length / tl.sqrt(tl.sum(steps * steps, AXIS, keep_dims=True))).to(tl.float32)
-    return scale, scale, unit
+    return length, length, unit
 
 
 @triton.jit

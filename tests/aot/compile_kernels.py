@@ -31,7 +31,7 @@ POINTERS = {
     **dict.fromkeys(
         ("q", "q_pages", "partial", "stats", "extra_k", "extra_v", "extra", "x", "out", "out_pages",
          "add", "table", "table0", "table1", "table2", "out0", "out1", "out2", "norm", "weight",
-         "k", "v",         "y", "cos", "sin", "offset_cos", "offset_sin", "start_cos", "start_sin"), "*fp32",
+         "k", "v", "y", "mapped", "cos", "sin", "offset_cos", "offset_sin", "start_cos", "start_sin"), "*fp32",
     ),
 }  # fmt: skip
 FLOATS = ("scale", "eps", "factor")
