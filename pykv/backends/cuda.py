@@ -116,7 +116,8 @@ class CudaBackend(Backend):
         return torch.from_numpy(plan.decode(tensor).reshape(-1).copy()).to(self._device)
 
     def page_memory(self) -> DeviceMemory:  # noqa: D102
-        return DeviceMemory(self._device)
+        # in the interpreter what was never written is NaN
+        return DeviceMemory(self._device, fill=None if self._gpu else 255)
 
     def free_bytes(self) -> int | None:  # noqa: D102
         return int(torch.cuda.mem_get_info(self._device)[0]) if self._gpu else None
@@ -301,7 +302,7 @@ class CudaBackend(Backend):
         for first in range(0, weight.n_out, rows):
             count = min(rows, weight.n_out - first)
             panel = torch.empty(count, weight.n_in, dtype=torch.float16, device=self._device)
-            matvec_triton.panel(weight, panel, first=first, overflow=flag)
+            matvec_triton.panel(weight, panel, first=first, flag=flag)
         return torch.float32 if flag.item() else torch.float16
 
     def rms_norm(self, x: Array, weight: torch.Tensor, eps: float) -> Array:  # noqa: D102

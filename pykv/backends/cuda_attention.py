@@ -18,7 +18,7 @@ from pykv.backends.base import I64, PAGE, CacheFormats, LayerShape, Rope, Step
 from pykv.backends.cuda_memory import Changing, DeviceMemory, Tables, capacity_for
 from pykv.backends.page_maps import PageMaps, Turns
 from pykv.errors import NumericsError
-from pykv.kernels import attention_triton, elementwise_triton, encode_triton, launch_triton
+from pykv.kernels import attention_triton, encode_triton, launch_triton, write_triton
 
 MOST_ROWS = 8  # that decoding takes at a time
 LINES = 64  # query heads x queries of a prompt's program
@@ -57,12 +57,16 @@ class LayerMaps:
         # [KV heads or 1, D, R], as they are without their filling
         self.matrix_k = None if maps.matrix_k is None else far(maps.matrix_k[..., : maps.d_k])
         self.matrix_v = None if maps.matrix_v is None else far(maps.matrix_v[..., : maps.d_v])
-        self.mapped = self.matrix_k is not None or self.matrix_v is not None
+        types = formats.page_k, formats.page_v
+        tails = formats.tail_k, formats.tail_v
+        self.mapped = self.matrix_v is not None
         self.fixed = launch_triton.attention(
-            (formats.page_k, formats.page_v), (shape.d_k, shape.d_v),
-            (maps.d_k, maps.d_v) if self.mapped else None, (formats.tail_k, formats.tail_v),
+            types, (shape.d_k, shape.d_v), (maps.d_k, maps.d_v), self.mapped, tails,
+            launch_triton.operand(types + tails),
         ) | {"ENCODED": not formats.exact}  # fmt: skip
-        self.size = upto(shape.d_v) + (upto(maps.d_v) if self.mapped else 0)
+        page_d = maps.d_v if self.mapped else None
+        self.combination = launch_triton.combination(shape.n_head, shape.d_v, page_d)
+        self.size = launch_triton.sums(shape.d_v, page_d)
 
 
 Moves = list[list[list[slice]]]  # of each round, layer and side: where its moves lie
@@ -133,34 +137,41 @@ class CudaAttention:
         records, flags = (self.changing.far[name][layer] for name in ("records", "flags"))
         tails, at_read = (formats.tail_k, formats.tail_v), formats.position == "read"
         cos, sin, n_rot, neox = self._angles(rope)
-        elementwise_triton.rope(q, cos, sin, n_rot, neox)
-        if not at_read:
-            elementwise_triton.rope(k, cos, sin, n_rot, neox)
+        rounds = self.step.rounds
+        if len(rounds) == 1:  # all rows at once
+            rows = self.changing.far["rows0"]
+            write_triton.rope_write(
+                self._pool, records, rows, q, k, v, cos, sin, flags, tails, n_rot, neox, not at_read
+            )
+        elif cos is not None:
+            for x in (q,) if at_read else (q, k):
+                write_triton.rope(x, cos, sin, n_rot, neox)
         q_pages = self._turned(q, self._maps[layer].matrix_k)
         out = torch.empty(len(q), shape.n_head * shape.d_v, device=self._device)
         turns = self._read_angles(rope) if at_read else (self._blank,) * 4
         fixed = self._maps[layer].fixed
         fixed = fixed | {"N_ROT": n_rot if at_read else 0, "NEOX": neox}
         few = len(q) <= MOST_ROWS or self._deterministic
-        for number, round_ in enumerate(self.step.rounds):
+        for number, round_ in enumerate(rounds):
             rows = self.changing.far[f"rows{number}"]
-            elementwise_triton.write(self._pool, records, rows, k, v, flags, tails)
+            if len(rounds) > 1:
+                write_triton.write(self._pool, records, rows, k, v, flags, tails)
             if few:
                 for first in range(0, len(rows), MOST_ROWS):
                     part = rows[first : first + MOST_ROWS]
                     self._attend_rows(layer, part, q, q_pages, out, turns, scale, fixed)
             else:
                 for s in round_.segments:
-                    part = slice(s.first, s.first + s.count)
-                    self._attend_prompt(layer, part, q, q_pages, out, turns, scale, fixed)
+                    mine = slice(s.first, s.first + s.count)
+                    self._attend_prompt(layer, mine, q, q_pages, out, turns, scale, fixed)
             if self.moves and self.moves[number]:
                 self.encode(layer, [self.far_moves[part] for part in self.moves[number][layer]])
         return out
 
-    def _angles(self, rope: Rope | None) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
+    def _angles(self, rope: Rope | None) -> tuple[Any, Any, int, bool]:
         """cos and sin f32 [T, pairs] of the batch, channels that turn, and whether NEOX pairs."""
         if rope is None:
-            return self._blank, self._blank, 0, False
+            return None, None, 0, False
         if id(rope) not in self._ropes:
             cos, sin = rope.tables(self.step.positions)
             turned = Changing(self._device, {"cos": cos, "sin": sin})
@@ -220,8 +231,7 @@ class CudaAttention:
         )
         attention_triton.combine[count, shape.n_head](
             records, rows, partial, stats, out, pages, self._chunks, maps.size,
-            HEADS=shape.n_head, D=shape.d_v, WIDTH=launch_triton.upto(shape.d_v), PAGE_D=maps.d_v,
-            PAGE_WIDTH=launch_triton.upto(maps.d_v), MAPPED=maps.mapped,
+            **maps.combination,
         )  # fmt: skip
         if maps.mapped:
             index = rows.long()
@@ -249,11 +259,10 @@ class CudaAttention:
             out[part] += self._back(layer, pages)
 
     def _back(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """What came out of value pages, [T, H, R] -> [T, H * D]."""
+        """What came out of mapped value pages, [T, H, R] -> [T, H * D]."""
         matrix = self._maps[layer].matrix_v
-        if matrix is None:
-            return pages.reshape(len(pages), -1)
-        return self._turned(pages, matrix.transpose(1, 2)).reshape(len(pages), -1)
+        back = None if matrix is None else matrix.transpose(1, 2)
+        return self._turned(pages, back).reshape(len(pages), -1)
 
     def encode(self, layer: int, sides: Sequence[torch.Tensor]) -> None:
         """Encode full tail pages of keys and of values; their tables' entries point there then.
