@@ -20,17 +20,13 @@ DIGITS = tl.constexpr(256)
 @triton.jit
 def ends(source, D: tl.constexpr, MAPPED: tl.constexpr, N: tl.constexpr):
     """Least and largest of each token's D values, f32 [64, 1], without N at either end."""
-    low, high = (
-        tl.full((PAGE, 1), float("-inf"), tl.float32),
-        tl.full((PAGE, 1), float("inf"), tl.float32),
-    )
+    low = tl.full((PAGE, 1), float("-inf"), tl.float32)
+    high = tl.full((PAGE, 1), float("inf"), tl.float32)
     n_low, n_high = tl.zeros((PAGE, 1), tl.int32), tl.zeros((PAGE, 1), tl.int32)
     for _ in range(N + 1):
         # the next value inwards, and how many there are of it, of each column first
-        up, down = (
-            tl.full((PAGE, BLOCK), float("inf"), tl.float32),
-            tl.full((PAGE, BLOCK), float("-inf"), tl.float32),
-        )
+        up = tl.full((PAGE, BLOCK), float("inf"), tl.float32)
+        down = tl.full((PAGE, BLOCK), float("-inf"), tl.float32)
         n_up, n_down = tl.zeros((PAGE, BLOCK), tl.int32), tl.zeros((PAGE, BLOCK), tl.int32)
         for b in range((D + 31) // 32):
             x, real = tile(source, b, D, False, MAPPED, False)

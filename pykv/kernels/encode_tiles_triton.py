@@ -1,8 +1,8 @@
 """What the GPU's encoders are made of: a page's values tile by tile, and numbers of groups.
 
-A tile f32 [64, 32] is 32 channels of a page. Its rows are tokens, or halves of channels: row 2 c + h
-is tokens 32 h to 32 h + 31 of channel c. Groups that share a scale are its rows. `real` says which
-of the values exist: the last 32 channels of a head may be fewer.
+A tile f32 [64, 32] is 32 channels of a page. Its rows are tokens, or halves of channels: row
+2 c + h has the tokens 32 h and up of channel c. Groups that share a scale are its rows. `real` says
+which of the values exist: a head's last tile may have fewer.
 """
 
 from __future__ import annotations

@@ -146,11 +146,8 @@ def encode_pages(
     i = tl.program_id(0)
     entry = tl.load(moves + i * 2).to(tl.pointer_type(tl.int64))
     place, of_head = tl.load(moves + i * 2 + 1), extra + i % heads * extra_stride
-    page = pool + place * ALIGN
-    if MAPPED:
-        source = mapped + i * (PAGE * D)
-    else:
-        source = page_at(pool, entry).to(tl.pointer_type(TAIL))
+    page, tail = pool + place * ALIGN, page_at(pool, entry)
+    source = mapped + i * (PAGE * D) if MAPPED else tail.to(tl.pointer_type(TAIL))
     scales = page + (code_bytes_keys(D, BITS) if KEYS else code_bytes_values(D, BITS))
     low, high = 0.0, 0.0
     if OUTLIERS > 0:

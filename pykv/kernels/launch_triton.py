@@ -109,13 +109,13 @@ def encoder(
     name: str, side: str, d: int, tail: str = "f16", mapped: bool = False
 ) -> dict[str, Any]:
     """Of `encode_pages` for keys or values of d channels; `mapped`: they are not the tail's."""
-    own, format_, keys = module(name), find(name), side == "key"
-    outliers = _outliers(name, d)
+    own, keys, outliers = module(name), side == "key", _outliers(name, d)
+    format_: Any = find(name)
     return {
         "KEYS": keys, "MAPPED": mapped, "TAIL": module(tail).level, "D": d, "BITS": own.BITS,
         "AXIS": own.KEY_AXIS if keys else own.VALUE_AXIS, "PARAMETERS": own.PARAMETERS,
         "LENGTHS": getattr(own, "LENGTHS", False), "OUTLIERS": outliers,
-        "ENDS": getattr(format_, "n_ends")(d) if outliers else 0,
+        "ENDS": format_.n_ends(d) if outliers else 0,
         "fit": own.fit, "code": own.code, "level": own.level,
     }  # fmt: skip
 

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from pykv.kernels import elementwise_triton, launch_triton, matvec_triton, write_triton
 from pykv.kernels.attention_triton import attend_prompt, attend_rows, combine
-from pykv.kernels.encode_triton import encode_pages
+from pykv.kernels.encode_triton import encode_pages, gather_pages
 
 GROUP, SPLITS, QUERIES = 4, 16, 16
 POINTERS = {
@@ -72,8 +72,14 @@ def combined(d: str, page_d: str, heads: int, target: str) -> Any:
 
 
 def encode(name: str, side: str, d: int, target: str) -> Any:
-    """The encoder of a type's keys or values."""
-    return made(encode_pages, launch_triton.encoder(name, side, d), target, False)
+    """The encoder of a type's keys or values, `key+rows` of mapped ones; for f16 no encoder."""
+    side, _, rows = side.partition("+")
+    own = launch_triton.module(name)
+    if own.KEY_AXIS == "plain":
+        fixed = {"KEYS": side == "key", "TAIL": own.level, "D": d}
+        return made(gather_pages, fixed, target, True)
+    fixed = launch_triton.encoder(name, side, d, mapped=bool(rows))
+    return made(encode_pages, fixed, target, False)
 
 
 def matvec(name: str, rows: str, d: int, target: str) -> Any:

@@ -17,7 +17,11 @@ pytest.importorskip("triton", reason="the GPU's compiler is not installed")
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 PAIRS = ("q8_0/q8_0", "q4_0/q4_0", "kivi2/kivi2", "kivi4/kivi2")
 FEW = {"sm_90": ("q4_0/q4_0", "kivi2/q8_0"), "gfx942": ("q4_0/q4_0",)}  # in every run
-ENCODERS = ("q8_0/key", "q4_0/key", "q4_0/value", "kivi2/key", "kivi2/value")
+ENCODERS = (
+    "q8_0/key", "q4_0/key", "q4_0/value", "kivi2/key", "kivi2/value+rows", "iq4_nl/key+rows",
+    "tq4/key", "nuq4:outliers=1%/key+rows", "nuq4:outliers=1%/value", "f16/key",
+)  # fmt: skip
+LEAST_SHARED = 65536  # bytes of shared memory that a program may have on gfx942
 WEIGHTS = (
     "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k",
     "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
@@ -51,6 +55,7 @@ def test_the_usual_pairs(target, tmp_path):
 
 def test_a_prompt_and_the_usual_encoders(tmp_path):
     encoders = [f"encode@{name}@128@sm_90" for name in ENCODERS]
+    encoders += [f"encode@{name}@128@gfx942" for name in ENCODERS[-3:]]
     compiled(["prompt@q4_0/q4_0@64@sm_90", *encoders], tmp_path)
 
 
@@ -66,11 +71,13 @@ def test_products_of_several_rows(target, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_every_encoder(target, d, tmp_path):
-    coded = [t for t in cache_types() if t not in ("f16", "bf16", "f32")]
-    sides = [f"{name}/{side}" for name in coded for side in ("key", "value")]
-    compiled([f"encode@{name}@{d}@{target}" for name in sides], tmp_path)
+    kept = [f"nuq{bits}:outliers={share}%" for bits in (2, 3, 4) for share in (1, 25)]
+    sides = [f"{name}/{side}" for name in (*cache_types(), *kept) for side in ("key", "value")]
+    sides += [f"{name}+rows" for name in sides[::3]]
+    found = compiled([f"encode@{name}@{d}@{target}" for name in sides], tmp_path)
+    assert max(each["shared"] for each in found) <= LEAST_SHARED
 
 
 @pytest.mark.slow

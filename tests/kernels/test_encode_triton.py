@@ -136,8 +136,8 @@ def check_tails(name, side, d, kinds):
 @pytest.mark.parametrize(("name", "side"), CASES)
 def test_bytes_are_the_codecs(name, side):
     i = CASES.index((name, side))
-    check_tails(name, side, WIDTHS[i % 10], [KINDS[(i + n) % 6] for n in (0, 2, 3)])
-    check_tails(name, side, WIDTHS[(i * 3 + 6) % 10], [KINDS[(i + n) % 6] for n in (1, 5)])
+    check_tails(name, side, WIDTHS[i % 10], [KINDS[(i + n) % 6] for n in (0, 2)])
+    check_tails(name, side, WIDTHS[(i * 3 + 6) % 10], [KINDS[(i + n) % 6] for n in (3, 5)])
 
 
 @pytest.mark.parametrize(("name", "side"), [("q4_0", "key"), ("nuq3", "value"), ("tq4", "key")])
