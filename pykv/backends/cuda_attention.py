@@ -278,10 +278,11 @@ class CudaAttention:
             if not len(moves):
                 continue
             rows = None
+            if matrix is not None or name in launch_triton.FLOATS:
+                rows = torch.empty(len(moves), PAGE, d, device=self._device)
+                encode_triton.gather_tails(self._pool, moves, rows, side, tail, d)
             if matrix is not None:
-                tokens = torch.empty(len(moves), PAGE, d, device=self._device)
-                encode_triton.gather_tails(self._pool, moves, tokens, side, tail, d)
-                by_head = tokens.reshape(-1, shape.n_kv, PAGE, d)
+                by_head = rows.reshape(-1, shape.n_kv, PAGE, d)
                 rows = torch.matmul(by_head, matrix).reshape(len(moves), PAGE, -1)
                 d = rows.shape[2]
             encode_triton.encode(self._pool, moves, extra, name, side, d, shape.n_kv, tail, rows)

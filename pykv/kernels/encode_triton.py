@@ -20,11 +20,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from pykv.formats.coded import find
 from pykv.kernels import launch_triton
 from pykv.kernels.coded_triton import RANGES_AT, code_bytes_keys, code_bytes_values
 from pykv.kernels.encode_outliers_triton import ends, take
 from pykv.kernels.encode_tiles_triton import BLOCK, places, put_codes, put_halves, tile
 from pykv.kernels.plain_triton import ALIGN, PAGE, page_at
+from pykv.kernels.write_triton import narrow
 
 
 @triton.jit
@@ -182,6 +184,24 @@ def gather_pages(pool, moves, out, KEYS: tl.constexpr, TAIL: tl.constexpr, D: tl
     tl.store(out + i * (PAGE * D) + t * D + c, x, real)
 
 
+@triton.jit
+def put_plain(
+    pool, moves, mapped, KEYS: tl.constexpr, D: tl.constexpr, TYPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Values f32 [n, 64, D] to pages of a float type; 32 channels for a program."""
+    i, b = tl.program_id(0), tl.program_id(1)
+    entry, place = tl.load(moves + i * 2).to(tl.pointer_type(tl.int64)), tl.load(moves + i * 2 + 1)
+    x, real = tile(mapped + i * (PAGE * D), b, D, KEYS, True, False)
+    x = narrow(tl.minimum(tl.maximum(x, -LIMIT), LIMIT), TYPE)
+    c, t = places(b, False)
+    at = c * PAGE + t if KEYS else (b * PAGE + t) * BLOCK + c % BLOCK
+    # values are filled up to 32 channels
+    tl.store((pool + place * ALIGN).to(tl.pointer_type(TYPE)) + at, x, real | (KEYS == 0))
+    if b == 0:
+        tl.store(entry, place)
+
+
 def gather_tails(pool: Any, moves: Any, out: Any, side: str, tail: str, d: int) -> None:
     """The tail pages of moves i64 [n, 2] as out f32 [n, 64, d], for a transform to be applied."""
     fixed = {"KEYS": side == "key", "TAIL": launch_triton.module(tail).level, "D": d}
@@ -195,8 +215,15 @@ def encode(
     """Encode one side of a layer into pages of type `name`, and set the tables' entries.
 
     moves i64 [n, 2] are those of `encode_pages`, extra f32 [KV heads, m] is what `extra` of
-    launch_triton.py has, d the pages' width. rows f32 [n, 64, d]: mapped values, if there are any.
+    launch_triton.py has, d the pages' width. rows f32 [n, 64, d]: mapped values, if there are any;
+    pages of a float type are made of such only.
     """
+    own = launch_triton.module(name)
+    if own.KEY_AXIS == "plain":
+        put_plain[len(moves), (d + 31) // 32](
+            pool, moves, rows, KEYS=side == "key", D=d, TYPE=own.level, LIMIT=find(name).page_limit
+        )
+        return
     fixed = launch_triton.encoder(name, side, d, tail, rows is not None)
     encode_pages[len(moves),](
         pool, moves, extra if rows is None else rows, extra, extra.shape[1], heads, **fixed,

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from pykv.formats.coded import CodedFormat, find
 
+FLOATS = ("f16", "bf16", "f32")  # types whose pages hold the values themselves
 LEAST_DOT = 16  # what tl.dot takes of every axis, at least
 LEAST_VALUES = 2 * LEAST_DOT  # channels of values, which come by halves of 32
 MOST_SLICE = 128  # channels of a page that a program decodes at a time
