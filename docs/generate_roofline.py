@@ -27,10 +27,11 @@ Made from the store's page sizes by `python docs/generate_roofline.py`; a test c
 **These are floors by arithmetic, and no GPU was measured**: bytes that one step must move, over the
 memory's bandwidth ({cards}). MB and GB are powers of ten.
 
-The model is Llama-3-8B: {layers} layers, {heads} query heads and {n_kv} KV heads of {d}; one sequence
-of S tokens, the new one included. K and V have the same type; sinks ({sinks} tokens) and residual are
-the defaults. Sinks and the last tokens are exact f16, the others lie in pages of {page} tokens, one
-for each layer, KV head and side. A step moves
+The model is Llama-3-8B: {layers} layers, {heads} query heads and {n_kv} KV heads of {d}; one
+sequence of S tokens, the new one included. K and V have the same type; sinks ({sinks} tokens) and
+residual ({residuals}) are the defaults. Sinks and the last tokens
+are exact f16, the others lie in pages of {page} tokens, one for each layer, KV head and side.
+A step moves
 
 ```text
 pages     every page once: sinks, encoded pages and tail, partly filled ones whole
@@ -109,6 +110,12 @@ def moved(type_: str, tokens: int) -> Moved:
     )
 
 
+def residuals() -> str:
+    """Each type's count of newest tokens that stay exact."""
+    bands = {type_: bands_of(CacheConfig(type_, type_), [SHAPE])[0] for type_ in TYPES}
+    return ", ".join(f"{t} {'all' if b.exact else b.residual}" for t, b in bands.items())
+
+
 def weights() -> tuple[int, int]:
     """Bytes of a Q4_K_M file's tensors, and of those that a step reads."""
 
@@ -153,7 +160,7 @@ def page() -> str:
     head = HEAD.format(
         cards="; ".join(f"{name}: {bandwidth / 1e12:.1f} TB/s" for name, bandwidth in CARDS),
         layers=LAYERS, heads=SHAPE.n_head, n_kv=SHAPE.n_kv, d=SHAPE.d_k, page=PAGE, entry=ENTRY,
-        chunk=CHUNK, sinks=CacheConfig().sinks,
+        chunk=CHUNK, sinks=CacheConfig().sinks, residuals=residuals(),
     )  # fmt: skip
     floors = " and ".join(
         f"{us} µs on the {name}" for us, (name, _) in zip(micros(read), CARDS, strict=True)
