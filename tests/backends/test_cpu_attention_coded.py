@@ -14,16 +14,23 @@ from verbs import BackendOracle
 from pykv.backends.base import LayerShape
 
 # formats, tail and transforms; key and value width, query heads per KV head; sinks, residual
+# (these pairs and groups are other tests' too)
 FEW = [
+    (Formats("q8_0", "q8_0"), 32, 32, 4, 4, 0),
+    (Formats("fp8_e4m3", "tq4"), 5, 33, 3, 4, 0),
+    (
+        Formats("kivi2", "q4_0", None, "none", "lowrank:20", position="read", calibrated=True),
+        *(40, 40, 3, 4, 30),
+    ),
+]
+# the rest takes long to compile; every format's functions are in contract/test_every_cache_kernel
+MORE = [
     (Formats("q8_0", "q4_0"), 32, 32, 1, 4, 0),
     (Formats("tq3", "kivi4"), 5, 33, 2, 4, 0),
     (
         Formats("f16", "q8_0", None, "none", "lowrank:20", position="read", calibrated=True),
         *(40, 40, 1, 4, 30),
     ),
-]
-# the rest takes long to compile; every format's functions are in contract/test_every_cache_kernel
-MORE = [
     (Formats("q4_1", "int8", None, "random"), 80, 80, 7, 1, 0),
     (Formats("fp8_e4m3", "iq4_nl"), 64, 64, 4, 4, 5),
     (Formats("f16", "f16", None, "random", "hadamard"), 40, 64, 2, 4, 0),
@@ -105,18 +112,20 @@ def test_formats_widths_and_groups(
 
 # formats that differ by layer, with residuals of their own
 
+LAYERS = "0=v:kivi2;1=k:q4_0;2=k:f16,v:f16"
+
 
 @pytest.mark.parametrize(
     ("formats", "residual", "residuals"),
     [
-        (Formats("q8_0", "q4_0", override="0=v:kivi2;2=k:f16,v:f16"), None, [128, 64, 0]),
-        (Formats("f16", "f16", override="1-2=k:q8_0,v:q4_0"), None, [0, 64, 64]),
-        (Formats("q8_0", "q4_0", override="0=v:kivi2;2=k:f16,v:f16"), 10, [10, 10, 10]),
+        (Formats("kivi2", "q4_0", override=LAYERS), None, [128, 64, 0]),
+        (Formats("f16", "f16", override="1-2=k:q4_0,v:q4_0"), None, [0, 64, 64]),
+        (Formats("kivi2", "q4_0", override=LAYERS), 10, [10, 10, 10]),
     ],
 )
 def test_layers_of_several_formats(make_cpu, formats, residual, residuals):
-    shapes = [LayerShape(1, 1, 64, 32), LayerShape(2, 2, 64, 32, window=100),
-              LayerShape(1, 1, 32, 40)]  # fmt: skip
+    shapes = [LayerShape(3, 1, 64, 32), LayerShape(8, 2, 64, 32, window=100),
+              LayerShape(4, 1, 32, 40)]  # fmt: skip
     o = oracle_of(make_cpu(), formats, shapes, residual=residual)
     conversation(o, more=130)
     assert o.ever == encoded_sides(o)

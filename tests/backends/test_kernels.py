@@ -42,12 +42,12 @@ def test_a_weight_type_without_kernels_is_no_kernel(kernels):
 
 
 def test_what_a_cache_needs_is_loaded_before_it_is_asked_for(kernels):
-    formats = CacheFormats("f16", "f16", "f32", "f32")
+    formats = CacheFormats("q4_0", "q4_0", "f16", "f16")
     kernels.load_cache([LayerShape(9, 1, 32, 32)], [formats])
     key = cache_key(formats)
     loaded = set(kernels._kernels)
     assert {f"attend_{key}_g4", f"attend_{key}_g1", f"prompt_{key}", "combine",
-            "write_f32_f32", "encode_k_f32_f16", "encode_v_f32_f16"} <= loaded  # fmt: skip
+            "write_f16_f16", "encode_k_f16_q4_0", "encode_v_f16_q4_0"} <= loaded  # fmt: skip
     assert any(key in line for line in kernels.cache_plan)
 
 

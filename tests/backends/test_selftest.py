@@ -29,9 +29,18 @@ def check(make_cpu):
     return run
 
 
-@pytest.mark.parametrize("type_", ["q8_0", "q4_0", "kivi2", "tq4", "fp8_e4m3"])
-def test_right_kernels_pass(check, type_):
-    check(type_)
+@pytest.mark.parametrize(
+    ("type_k", "type_v", "group"),
+    [
+        ("q8_0", "q8_0", 4),
+        ("q4_0", "q4_0", 3),
+        ("kivi2", "kivi2", 3),
+        ("fp8_e4m3", "tq4", 3),
+        pytest.param("tq4", "fp8_e4m3", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_right_kernels_pass(check, type_k, type_v, group):
+    check(type_k, type_v, LayerShape(group, 1, 64, 64))
 
 
 @pytest.mark.parametrize("shape", [LayerShape(1, 1, 40, 40), LayerShape(9, 1, 80, 64)])
@@ -41,6 +50,11 @@ def test_heads_of_other_widths_and_groups(check, shape, sinks):
 
 
 def test_another_type_of_the_tail(check):
+    check("f16", "bf16", LayerShape(2, 1, 64, 64), tail_type="f32")
+
+
+@pytest.mark.slow
+def test_codes_made_from_another_type_of_the_tail(check):
     check("q4_0", tail_type="bf16")
 
 
@@ -76,13 +90,15 @@ def test_pages_that_mean_other_values_are_refused(check, monkeypatch, factor, ty
         assert part in sentence
 
 
-@pytest.mark.parametrize("sides", [("q4_0", "f16"), ("f16", "q4_0")])
-def test_an_encoder_that_takes_other_codes_is_refused(check, monkeypatch, sides):
+@pytest.mark.parametrize(
+    ("type_k", "type_v", "position"), [("q4_0", "f16", "write"), ("kivi2", "q4_0", "read")]
+)
+def test_an_encoder_that_takes_other_codes_is_refused(check, monkeypatch, type_k, type_v, position):
     """Only the page that each backend has encoded for itself differs."""
     format_ = type(find("formats", "q4_0", "").FORMAT)
     monkeypatch.setattr(format_, "quantize", other_codes(format_.quantize))
     with pytest.raises(NumericsError, match="where 2e-02 is allowed"):
-        check(*sides)
+        check(type_k, type_v, position=position)
 
 
 def test_another_matrix_is_refused(check, monkeypatch):

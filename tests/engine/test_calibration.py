@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pykv.backends.base import LayerShape
-from pykv.engine import calibration, hub
+from pykv.engine import calibration
 from pykv.engine.calibration import Calibration, Identity
 from pykv.errors import ConfigError, GGUFError
 from pykv.gguf import open_gguf
@@ -18,7 +18,8 @@ OWNER = Identity("ab" * 32, ((2, 8, 16), (1, 8, 16)), "llama.rope.freq_base=1000
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
+    # not the whole of pykv's folder: the compiled kernels of other tests are there
+    monkeypatch.setattr(calibration, "folder", lambda: tmp_path / "calibration")
     return tmp_path / "calibration"
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pykv.backends.crew import Crew
-from pykv.backends.kernels import Kernels
 from pykv.backends.program import Program
 from pykv.kernels import jit_numba
 from pykv.kernels.simd_control import (
@@ -35,8 +34,7 @@ def follow(ctx, task, worker):
 
 
 @pytest.fixture(scope="module")
-def crews():
-    driver = Kernels().driver
+def crews(driver):
     made = {threads: Crew(driver, threads) for threads in (1, 2, 5)}
     yield made
     for crew in made.values():
@@ -129,11 +127,10 @@ def test_an_error_in_one_thread_is_the_callers_after_all_have_ended(crews, bad):
     assert sorted(ended[4:]) == [0, 1, 2, 3, 4]
 
 
-def test_threads_end_with_their_crew(crews):
+def test_threads_end_with_their_crew(crews, driver):
     def living():
         return [t for t in threading.enumerate() if t.name.startswith("pykv-")]
 
-    driver = Kernels().driver
     before = len(living())
     closed, dropped = Crew(driver, 3), Crew(driver, 3)
     for crew in (closed, dropped):

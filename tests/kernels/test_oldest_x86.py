@@ -32,15 +32,15 @@ test_simd.test_every_half_widens("oldest")
 test_simd.test_narrowing_rounds_to_nearest_even("oldest")
 print("halves")
 
-shapes = [LayerShape(4, 1, 40, 33)]
-for config in (CacheConfig("f16", "f16", 4, 0, "f32"), CacheConfig("iq4_nl", "q5_1", 4, 0)):
-    o = BackendOracle(config, shapes, 500, 0, backend)
-    backend.prepare(shapes, o.store.formats)
-    a = o.new()
-    for n in (100, 1, 40, 2):
-        o.write({a: o.tokens(n)})
-    o.check()
-    print("attention")
+# a table, five bits, and halves in the tail
+shapes = [LayerShape(2, 1, 40, 33)]
+o = BackendOracle(CacheConfig("iq4_nl", "q5_1", 4, 0), shapes, 500, 0, backend)
+backend.prepare(shapes, o.store.formats)
+a = o.new()
+for n in (100, 1, 40, 2):
+    o.write({a: o.tokens(n)})
+o.check()
+print("attention")
 
 rng = np.random.default_rng(0)
 x, y = (rng.normal(0, 2, (9, 80)).astype(np.float32) for _ in range(2))
@@ -75,4 +75,4 @@ def test_kernels_run_and_agree_on_the_oldest_x86(request):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["halves", "attention", "attention", "elementwise"]
+    assert done.stdout.split() == ["halves", "attention", "elementwise"]

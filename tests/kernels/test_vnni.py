@@ -22,6 +22,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _kernel_folder():
+    """All kernels here are the product's, and stay in the user's folder."""
+
+
 @pytest.fixture(scope="module")
 def backend():
     backend = cpu.create(threads=2)

@@ -254,9 +254,12 @@ def test_without_a_count_of_kv_heads_each_layer_has_one_per_head(make, load):
     assert [s.n_kv for s in load(made.path).graph.shapes] == [4, 4]
 
 
+REAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
+
+
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path, real):
-    return real(smollm2_path, 256, rope_parameters={"rope_type": "default", "rope_theta": 1e5})
+    return real(smollm2_path, 96, **REAL)
 
 
 @pytest.mark.models
@@ -274,3 +277,14 @@ def test_smollm2_with_the_default_cache(smollm2, load, divergence):
     # f16 keeps values to 2^-11 of themselves, over many channels and tokens; logits up to 30 then
     # move by about 30 * 2^-11 / sqrt(64) = 2e-3, and KL is half of that squared
     assert 0 <= divergence(smollm2.logits, ours) < 2e-6
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_smollm2_on_a_longer_text(smollm2_path, real, load, divergence):
+    case = real(smollm2_path, 256, **REAL)
+    for backend in BACKENDS:
+        error = np.abs(load(case.path, backend).logits(case.ids) - case.logits).max()
+        assert error < 2e-3, backend
+    ours = load(case.path, "cpu", CacheConfig()).logits(case.ids)
+    assert 0 <= divergence(case.logits, ours) < 2e-6
