@@ -82,9 +82,9 @@ def encoder(name: str, side: str, d: int, tail: str = "f16") -> dict[str, Any]:
 
 
 def _most(n: int, limit: int) -> int:
-    """The largest power of two up to `limit` whose multiples exceed n by an eighth at most."""
+    """The largest power of two up to `limit` whose multiples exceed n by half of it at most."""
     size = min(limit, upto(n))
-    while size > 1 and -(-n // size) * size * 8 > n * 9:
+    while size > 1 and -(-n // size) * size * 2 > n * 3:
         size //= 2
     return size
 

@@ -1,12 +1,13 @@
 """Products with GGUF blocks on the GPU, which reads them as they lie in the file.
 
 A type gives BLOCK_LEN, BLOCK_BYTES, LANES and `weight(block, plane, lane, table)`: of the blocks
-that begin at the addresses `block` [R, 1, S, 1], the values plane * LANES + lane, lane [1, 1, 1, LANES];
-`table` points to 16 f32, for types that have one. Planes of the same bytes are unpacked from one
-load of them, and a scale is loaded once for a block. How wide loads are follows from what is known
-of the addresses: 16 bytes for blocks of 144 or 176, two for those of 18, 34 or 210.
+that begin at the addresses `block` [R, 1, S, 1], the values plane * LANES + lane, where lane is
+[1, 1, 1, LANES]; `table` points to 16 f32, for types that have one. Planes of the same bytes are
+unpacked from one load of them, and what a block has one of is loaded once. How wide loads are
+follows from what is known of the addresses: 16 bytes for blocks of 144 or 176, two for those of 18,
+34 or 210.
 
-A row of a product has the same bits whatever the number of rows, if X_TILE is the same.
+A row of a product has the same bits whatever the number of rows, if TILE is the same.
 """
 
 from __future__ import annotations
@@ -18,34 +19,35 @@ import triton
 import triton.language as tl
 
 from pykv.kernels.elementwise_triton import ACTIVATIONS
+from pykv.kernels.jit_triton import device, is_interpreted
 from pykv.kernels.launch_triton import SURE_ROWS, panel_sizes, product
 
 
-@triton.jit
+@device
 def byte_of(address, i):
     """Byte i, as i32."""
     return tl.load(address + i).to(tl.int32)
 
 
-@triton.jit
+@device
 def signed(byte):
     """A byte's value as a signed one."""
     return (byte ^ 128) - 128
 
 
-@triton.jit
+@device
 def short_of(block, at: tl.constexpr):
     """The two bytes at byte `at`, which is even, as i32."""
     return tl.load((block + at).to(tl.pointer_type(tl.int16))).to(tl.int32) & 0xFFFF
 
 
-@triton.jit
+@device
 def half_of(block, at: tl.constexpr):
     """The float16 at byte `at`, which is even, as f32."""
     return tl.load((block + at).to(tl.pointer_type(tl.float16))).to(tl.float32)
 
 
-@triton.jit
+@device
 def six_bits(scales, i: tl.constexpr):
     """Scale and minimum i of eight, of 6 bits each, in 12 bytes (Q4_K and Q5_K)."""
     words = scales.to(tl.pointer_type(tl.int32))
@@ -57,7 +59,7 @@ def six_bits(scales, i: tl.constexpr):
     return scale, high >> k + 4 & 15 | middle >> k + 2 & 48
 
 
-@triton.jit
+@device
 def places(address, n_blocks, b, BYTES: tl.constexpr, STEP: tl.constexpr):
     """Addresses [R, 1, STEP, 1] of blocks from b on of the rows at `address` [R].
 
@@ -67,19 +69,13 @@ def places(address, n_blocks, b, BYTES: tl.constexpr, STEP: tl.constexpr):
     return (address[:, None] + near[None, :])[:, None, :, None]
 
 
-@triton.jit
+@device
 def rows_of(number, i: tl.constexpr, COUNT: tl.constexpr, LINES: tl.constexpr):
     """The COUNT rows of line i of program `number`, which has LINES of them."""
     return (number * LINES + i) * COUNT + tl.arange(0, COUNT)
 
 
-@triton.jit
-def with_item(items, i: tl.constexpr, item):
-    """The tuple with another item i."""
-    return items[:i] + (item,) + items[i + 1 :]
-
-
-@triton.jit
+@device
 def dots(
     w, table, number, n_out, x, n_rows, norm, n_in, eps,
     TILE: tl.constexpr, NORM: tl.constexpr, SIZES: tl.constexpr, weight: tl.constexpr,
@@ -97,32 +93,37 @@ def dots(
     LANES: tl.constexpr = SIZES[2]
     STEP: tl.constexpr = SIZES[3]
     lane, n_blocks = tl.arange(0, LANES)[None, None, None, :], n_in // LEN
-    lines = ()
+    lines, inputs = (), ()
     for i in tl.static_range(LINES):
         row = tl.minimum(rows_of(number, i, ROWS, LINES), n_out - 1)
         lines = lines + (w + row.to(tl.int64) * (n_blocks * SIZES[1]),)
+    for j in tl.static_range(X_LINES):
+        inputs = inputs + (rows_of(tl.program_id(1), j, X_ROWS, X_LINES)[None, :, None, None],)
     totals = (tl.zeros((ROWS, X_ROWS, STEP, LANES), tl.float32),) * (LINES * X_LINES)
     squares = (tl.zeros((1, X_ROWS, STEP, LANES), tl.float32),) * X_LINES
     for b in range(0, n_blocks, STEP):
         block = b + tl.arange(0, STEP)
         there = (block < n_blocks)[None, None, :, None] & (lane >= 0)
         at = (block * LEN)[None, None, :, None] + lane
+        blocks = ()
+        for i in tl.static_range(LINES):
+            blocks = blocks + (places(lines[i], n_blocks, b, SIZES[1], STEP),)
         for plane in tl.static_range(LEN // LANES):
-            inputs = ()
+            parts = ()
             for j in tl.static_range(X_LINES):
-                r = rows_of(tl.program_id(1), j, X_ROWS, X_LINES)[None, :, None, None]
-                p_x = x + r * n_in + at + plane * LANES
-                part = tl.load(p_x, there & (r < n_rows), 0.0)
+                mask = there & (inputs[j] < n_rows)
+                part = tl.load(x + inputs[j] * n_in + at + plane * LANES, mask, 0.0)
                 if NORM:
-                    squares = with_item(squares, j, squares[j] + part * part)
+                    square = squares[j] + part * part
+                    squares = squares[:j] + (square,) + squares[j + 1 :]
                     part *= tl.load(norm + at + plane * LANES, there, 0.0)
-                inputs = inputs + (part,)
+                parts = parts + (part,)
             for i in tl.static_range(LINES):
-                address = places(lines[i], n_blocks, b, SIZES[1], STEP)
-                values = weight(address, plane, lane, table)
+                values = weight(blocks[i], plane, lane, table)
                 for j in tl.static_range(X_LINES):
-                    total = totals[i * X_LINES + j] + values * inputs[j]
-                    totals = with_item(totals, i * X_LINES + j, total)
+                    total = totals[i * X_LINES + j] + values * parts[j]
+                    before, after = totals[: i * X_LINES + j], totals[i * X_LINES + j + 1 :]
+                    totals = before + (total,) + after
     sums = ()
     for k in tl.static_range(LINES * X_LINES):
         total = tl.sum(tl.sum(totals[k], 3), 2)
@@ -133,7 +134,7 @@ def dots(
     return sums
 
 
-@triton.jit
+@device
 def put(
     out, add, total, number, k: tl.constexpr, n_rows, n_out, TILE: tl.constexpr, ADD: tl.constexpr
 ):
@@ -146,7 +147,7 @@ def put(
     tl.store(out + place, total, mask)
 
 
-@triton.jit
+@device
 def product_of(
     w, table, number, n_out, x, n_rows, norm, n_in, eps, out, add,
     TILE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, SIZES: tl.constexpr,
@@ -237,11 +238,6 @@ def decode_rows(
             most = tl.max(tl.max(tl.max(tl.max(large, 3), 2), 1), 0)
             tl.atomic_max(flag, most, mask=most > 0)
         tl.store(p_out + plane * LANES, values.to(out.dtype.element_ty), mask)
-
-
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, where a program costs about a millisecond."""
-    return not isinstance(matvec, triton.JITFunction)
 
 
 def products(
