@@ -25,13 +25,12 @@ from pykv.kernels.encode_triton import encode_pages
 
 GROUP, SPLITS, QUERIES = 4, 16, 16
 POINTERS = {
-    "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64",
-    "flags": "*i64", "numbers": "*i64", "flag": "*i32", 
-    **dict.fromkeys(("w", "w0", "w1", "w2"), "*u8"),
+    "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64", "flags": "*i64",
+    "numbers": "*i64", "flag": "*i32", **dict.fromkeys(("w", "w0", "w1", "w2"), "*u8"),
     **dict.fromkeys(
         ("q", "q_pages", "partial", "stats", "extra_k", "extra_v", "extra", "x", "out", "out_pages",
-         "add", "table", "table0", "table1", "table2", "out0", "out1", "out2", "norm", "weight",
-         "k", "v",         "y", "cos", "sin", "offset_cos", "offset_sin", "start_cos", "start_sin"), "*fp32",
+         "add", "table", "offset_cos", "offset_sin", "start_cos", "start_sin", "table0", "table1",
+         "table2", "out0", "out1", "out2", "norm", "weight", "k", "v", "y", "cos", "sin"), "*fp32",
     ),
 }  # fmt: skip
 FLOATS = ("scale", "eps", "factor")
