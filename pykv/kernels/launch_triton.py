@@ -16,6 +16,7 @@ from pykv.formats.coded import CodedFormat, find
 LEAST_DOT = 16  # what tl.dot takes of every axis, at least
 SURE_ROWS = 8  # rows of x in a product's tile, at most
 STEP_VALUES, LEAST_VALUES = 512, 128  # lanes of a weight's row that a warp reads at a time
+STEP_BYTES = 2048  # and bytes, at most: it unpacks them in registers
 INTERPRETED_VALUES = 1 << 18  # and in Triton's interpreter, with its rows of x
 
 
@@ -108,20 +109,26 @@ def _sizes(name: str, n_in: int, values: int, interpreted: bool) -> tuple[int, i
         length = lanes = gcd(n_in, 32)
         size *= length
     n_blocks, most = n_in // length, max(1, values // lanes)
-    return length, size, lanes, _most(n_blocks, most) if interpreted else min(most, upto(n_blocks))
+    if interpreted:
+        return length, size, lanes, _most(n_blocks, most)
+    most = min(most, max(LEAST_VALUES // lanes, upto(STEP_BYTES // size + 1) // 2))
+    return length, size, lanes, min(most, upto(n_blocks))
 
 
 def product(
     types: Sequence[str], n_out: Sequence[int], n_in: int, rows: int, interpreted: bool
 ) -> dict[str, Any]:
     """Of `matvec`, less what it does beside products, for up to three weights and rows of x."""
-    x_tile = min(SURE_ROWS, upto(rows))
+    x_tile, kinds = min(SURE_ROWS, upto(rows)), [*dict.fromkeys(types)]
     tile = rows_per_program(min(n_out) if interpreted else sum(n_out), interpreted)
     values = INTERPRETED_VALUES // tile[0] if interpreted else STEP_VALUES
     x_lines = (x_tile, 1) if interpreted else (1, x_tile)
-    fixed: dict[str, Any] = {"TILE": (*tile, *x_lines), "num_warps": 1}
+    fixed: dict[str, Any] = {
+        "KINDS": tuple(kinds.index(t) for t in types), "TYPES": len(kinds),
+        "TILE": (*tile, *x_lines), "num_warps": 1,
+    }  # fmt: skip
     for i in range(3):
-        name = types[min(i, len(types) - 1)]
+        name = kinds[min(i, len(kinds) - 1)]
         fixed[f"SIZES{i}"] = _sizes(name, n_in, max(values // x_tile, LEAST_VALUES), interpreted)
         fixed[f"weight{i}"] = module(name).weight
     return fixed

@@ -77,13 +77,14 @@ def rows_of(number, i: tl.constexpr, COUNT: tl.constexpr, LINES: tl.constexpr):
 
 @device
 def dots(
-    w, table, number, n_out, x, n_rows, norm, n_in, eps,
+    weights, table, number, n_out, x, n_rows, norm, n_in, eps,
     TILE: tl.constexpr, NORM: tl.constexpr, SIZES: tl.constexpr, weight: tl.constexpr,
 ):  # fmt: skip
     """Products [ROWS, X_ROWS] of each of program `number`'s lines with each line of x, in turn.
 
-    NORM: x is RMS normalised first, with the weight `norm`. On a GPU, where ROWS and X_ROWS are 1,
-    all tiles have one shape and so one layout: nothing moves between threads before the sums.
+    weights: one, or two of a type, of which the second's lines come last. NORM: x is RMS normalised
+    first, with the weight `norm`. On a GPU, where ROWS and X_ROWS are 1, all tiles have one shape
+    and so one layout: nothing moves between threads before the sums.
     """
     ROWS: tl.constexpr = TILE[0]
     LINES: tl.constexpr = TILE[1]
@@ -92,21 +93,22 @@ def dots(
     LEN: tl.constexpr = SIZES[0]
     LANES: tl.constexpr = SIZES[2]
     STEP: tl.constexpr = SIZES[3]
+    ALL: tl.constexpr = LINES * len(weights)
     lane, n_blocks = tl.arange(0, LANES)[None, None, None, :], n_in // LEN
     lines, inputs = (), ()
-    for i in tl.static_range(LINES):
-        row = tl.minimum(rows_of(number, i, ROWS, LINES), n_out - 1)
-        lines = lines + (w + row.to(tl.int64) * (n_blocks * SIZES[1]),)
+    for i in tl.static_range(ALL):
+        row = tl.minimum(rows_of(number, i % LINES, ROWS, LINES), n_out - 1)
+        lines = lines + (weights[i // LINES] + row.to(tl.int64) * (n_blocks * SIZES[1]),)
     for j in tl.static_range(X_LINES):
         inputs = inputs + (rows_of(tl.program_id(1), j, X_ROWS, X_LINES)[None, :, None, None],)
-    totals = (tl.zeros((ROWS, X_ROWS, STEP, LANES), tl.float32),) * (LINES * X_LINES)
+    totals = (tl.zeros((ROWS, X_ROWS, STEP, LANES), tl.float32),) * (ALL * X_LINES)
     squares = (tl.zeros((1, X_ROWS, STEP, LANES), tl.float32),) * X_LINES
     for b in range(0, n_blocks, STEP):
         block = b + tl.arange(0, STEP)
         there = (block < n_blocks)[None, None, :, None] & (lane >= 0)
         at = (block * LEN)[None, None, :, None] + lane
         blocks = ()
-        for i in tl.static_range(LINES):
+        for i in tl.static_range(ALL):
             blocks = blocks + (places(lines[i], n_blocks, b, SIZES[1], STEP),)
         for plane in tl.static_range(LEN // LANES):
             parts = ()
@@ -118,14 +120,14 @@ def dots(
                     squares = squares[:j] + (square,) + squares[j + 1 :]
                     part *= tl.load(norm + at + plane * LANES, there, 0.0)
                 parts = parts + (part,)
-            for i in tl.static_range(LINES):
+            for i in tl.static_range(ALL):
                 values = weight(blocks[i], plane, lane, table)
                 for j in tl.static_range(X_LINES):
                     total = totals[i * X_LINES + j] + values * parts[j]
                     before, after = totals[: i * X_LINES + j], totals[i * X_LINES + j + 1 :]
                     totals = before + (total,) + after
     sums = ()
-    for k in tl.static_range(LINES * X_LINES):
+    for k in tl.static_range(ALL * X_LINES):
         total = tl.sum(tl.sum(totals[k], 3), 2)
         if NORM:
             square = tl.sum(tl.sum(squares[k % X_LINES], 3), 2)
@@ -154,7 +156,7 @@ def product_of(
     weight: tl.constexpr,
 ):  # fmt: skip
     """Program `number`'s part of out = x @ w.T (+ add)."""
-    sums = dots(w, table, number, n_out, x, n_rows, norm, n_in, eps, TILE, NORM, SIZES, weight)
+    sums = dots((w,), table, number, n_out, x, n_rows, norm, n_in, eps, TILE, NORM, SIZES, weight)
     for k in tl.static_range(TILE[1] * TILE[3]):
         put(out, add, sums[k], number, k, n_rows, n_out, TILE, ADD)
 
@@ -163,49 +165,74 @@ def product_of(
 def matvec(
     x, norm, add, w0, w1, w2, out0, out1, out2, table0, table1, table2, n_out0, n_out1, n_out2,
     n_in, n_rows, eps,
-    COUNT: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
-    SIZES0: tl.constexpr, SIZES1: tl.constexpr, SIZES2: tl.constexpr,
+    KINDS: tl.constexpr, TYPES: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr,
+    NORM: tl.constexpr, SIZES0: tl.constexpr, SIZES1: tl.constexpr, SIZES2: tl.constexpr,
     weight0: tl.constexpr, weight1: tl.constexpr, weight2: tl.constexpr,
 ):  # fmt: skip
-    """out = x @ w.T (+ add) for x f32 [n_rows, n_in] and COUNT weights; a program reads one's.
+    """out = x @ w.T (+ add) for x f32 [n_rows, n_in] and up to three weights; a program reads one.
 
-    TILE: a program takes LINES lines of ROWS rows of a weight, and X_LINES lines of X_ROWS of x.
-    SIZES: BLOCK_LEN, BLOCK_BYTES and LANES of a weight's type, and blocks read at a time.
+    KINDS: of each weight the number of its type, of which there are TYPES; SIZES of a type are
+    BLOCK_LEN, BLOCK_BYTES, LANES and blocks read at a time. TILE: a program takes LINES lines of
+    ROWS rows of a weight, and X_LINES lines of X_ROWS of x.
     """
     number, PER = tl.program_id(0), TILE[0] * TILE[1]
-    first1 = tl.cdiv(n_out0, PER)
-    first2 = first1 + tl.cdiv(n_out1, PER)
-    if number < first1:
+    w, table, n_out, out, kind = w0, table0, n_out0, out0, 0
+    if len(KINDS) > 1:
+        first = tl.cdiv(n_out0, PER)
+        second = first + tl.cdiv(n_out1, PER)
+        if number >= first:
+            w, table, n_out, out, kind = w1, table1, n_out1, out1, KINDS[1]
+            if len(KINDS) > 2:  # noqa: SIM102
+                if number >= second:
+                    w, table, n_out, out, kind = w2, table2, n_out2, out2, KINDS[2]
+                    first = second
+            number -= first
+    if TYPES == 1:
         product_of(
-            w0, table0, number, n_out0, x, n_rows, norm, n_in, eps, out0, add,
+            w, table, number, n_out, x, n_rows, norm, n_in, eps, out, add,
             TILE, NORM, ADD, SIZES0, weight0,
         )  # fmt: skip
-    if COUNT > 1:  # noqa: SIM102
-        if (number >= first1) & (number < first2):
+    else:
+        if kind == 0:
             product_of(
-                w1, table1, number - first1, n_out1, x, n_rows, norm, n_in, eps, out1, add,
-                TILE, NORM, False, SIZES1, weight1,
+                w, table, number, n_out, x, n_rows, norm, n_in, eps, out, add,
+                TILE, NORM, ADD, SIZES0, weight0,
             )  # fmt: skip
-    if COUNT > 2:  # noqa: SIM102
-        if number >= first2:
+        if kind == 1:
             product_of(
-                w2, table2, number - first2, n_out2, x, n_rows, norm, n_in, eps, out2, add,
-                TILE, NORM, False, SIZES2, weight2,
+                w, table, number, n_out, x, n_rows, norm, n_in, eps, out, add,
+                TILE, NORM, ADD, SIZES1, weight1,
             )  # fmt: skip
+        if TYPES == 3:  # noqa: SIM102
+            if kind == 2:
+                product_of(
+                    w, table, number, n_out, x, n_rows, norm, n_in, eps, out, add,
+                    TILE, NORM, ADD, SIZES2, weight2,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def matvec_gated(
     x, norm, out, w0, w1, table0, table1, n_out, n_in, n_rows, eps,
-    TILE: tl.constexpr, NORM: tl.constexpr, SIZES0: tl.constexpr, SIZES1: tl.constexpr,
+    TYPES: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr,
+    SIZES0: tl.constexpr, SIZES1: tl.constexpr,
     weight0: tl.constexpr, weight1: tl.constexpr, act: tl.constexpr,
 ):  # fmt: skip
-    """out = act(x @ w0.T) * (x @ w1.T), for x f32 [n_rows, n_in]."""
+    """out = act(x @ w0.T) * (x @ w1.T), for x f32 [n_rows, n_in]; constants as in `matvec`."""
     number = tl.program_id(0)
-    gate = dots(w0, table0, number, n_out, x, n_rows, norm, n_in, eps, TILE, NORM, SIZES0, weight0)
-    up = dots(w1, table1, number, n_out, x, n_rows, norm, n_in, eps, TILE, NORM, SIZES1, weight1)
+    if TYPES == 1:
+        both = dots(
+            (w0, w1), table0, number, n_out, x, n_rows, norm, n_in, eps, TILE, NORM, SIZES0, weight0
+        )
+    else:
+        both = dots(
+            (w0,), table0, number, n_out, x, n_rows, norm, n_in, eps, TILE, NORM, SIZES0, weight0
+        ) + dots(
+            (w1,), table1, number, n_out, x, n_rows, norm, n_in, eps, TILE, NORM, SIZES1, weight1
+        )
     for k in tl.static_range(TILE[1] * TILE[3]):
-        put(out, out, act(gate[k]) * up[k], number, k, n_rows, n_out, TILE, False)
+        total = act(both[k]) * both[TILE[1] * TILE[3] + k]
+        put(out, out, total, number, k, n_rows, n_out, TILE, False)
 
 
 @triton.jit
@@ -253,7 +280,7 @@ def products(
     add: of the shape of the only output. norm: the weight [n_in] and epsilon of an RMS
     normalisation of x. deterministic: a row's bits do not depend on T.
     """
-    count, rows = len(weights), x.shape[0]
+    rows = x.shape[0]
     fixed = product(
         [w.type for w in weights], [w.n_out for w in weights], weights[0].n_in,
         SURE_ROWS if deterministic else rows, is_interpreted(),
@@ -266,7 +293,7 @@ def products(
         x, norm_weight, outs[0] if add is None else add, *(w.data for w in three),
         *[*outs, outs[0], outs[0]][:3], *(w.table for w in three), *(w.n_out for w in three),
         weights[0].n_in, rows, eps,
-        COUNT=count, ADD=add is not None, NORM=norm is not None, **fixed,
+        ADD=add is not None, NORM=norm is not None, **fixed,
     )  # fmt: skip
 
 
@@ -285,7 +312,7 @@ def gated(
         [gate.type, up.type], [gate.n_out, up.n_out], gate.n_in,
         SURE_ROWS if deterministic else rows, is_interpreted(),
     )  # fmt: skip
-    del fixed["SIZES2"], fixed["weight2"]
+    del fixed["KINDS"], fixed["SIZES2"], fixed["weight2"]
     norm_weight, eps = norm or (x, 0.0)
     per = fixed["TILE"][0] * fixed["TILE"][1]
     grid = (triton.cdiv(gate.n_out, per), triton.cdiv(rows, fixed["TILE"][2] * fixed["TILE"][3]))

@@ -73,15 +73,15 @@ def matvec(name: str, rows: str, d: int, target: str) -> Any:
     """The products with one to three weights, q4_k+q6_k, for so many rows, after a norm."""
     types = name.split("+")
     fixed = launch_triton.product(types, [4096] * len(types), 4096, int(rows), False)
-    fixed |= {"COUNT": len(types), "ADD": len(types) == 1, "NORM": True}
+    fixed |= {"ADD": len(types) == 1, "NORM": True}
     return made(matvec_triton.matvec, fixed, target, True)
 
 
 def gated(name: str, rows: str, d: int, target: str) -> Any:
-    """The gated product with two weights."""
-    fixed = launch_triton.product(name.split("+"), [4096] * 2, 4096, int(rows), False)
+    """The gated product, as of Llama's size but with fewer lines."""
+    fixed = launch_triton.product(name.split("+"), [512] * 2, 4096, int(rows), False)
     fixed |= {"NORM": True, "act": elementwise_triton.silu}
-    del fixed["SIZES2"], fixed["weight2"]
+    del fixed["KINDS"], fixed["SIZES2"], fixed["weight2"]
     return made(matvec_triton.matvec_gated, fixed, target, True)
 
 
