@@ -90,15 +90,15 @@ def _most(n: int, limit: int) -> int:
     return size
 
 
-def rows_per_program(n_out: int, interpreted: bool) -> tuple[int, int]:
+def rows_per_program(n_out: int, x_tile: int, interpreted: bool) -> tuple[int, int]:
     """Rows of a weight that a program reads as one tile, and how many such tiles it reads.
 
     On a GPU a row is a warp's; two share what they read of x where there are enough of them for
-    132 SMs. In Triton's interpreter a program costs a millisecond.
+    132 SMs and x has few rows. In Triton's interpreter a program costs a millisecond.
     """
     if interpreted:
         return max(64, _most(n_out, 1024)), 1
-    return 1, 2 if n_out >= 2048 else 1
+    return 1, 2 if n_out >= 2048 and x_tile < 4 else 1
 
 
 def _sizes(name: str, n_in: int, values: int, interpreted: bool) -> tuple[int, int, int, int]:
@@ -120,7 +120,7 @@ def product(
 ) -> dict[str, Any]:
     """Of `matvec`, less what it does beside products, for up to three weights and rows of x."""
     x_tile, kinds = min(SURE_ROWS, upto(rows)), [*dict.fromkeys(types)]
-    tile = rows_per_program(min(n_out) if interpreted else sum(n_out), interpreted)
+    tile = rows_per_program(min(n_out) if interpreted else sum(n_out), x_tile, interpreted)
     values = INTERPRETED_VALUES // tile[0] if interpreted else STEP_VALUES
     x_lines = (x_tile, 1) if interpreted else (1, x_tile)
     fixed: dict[str, Any] = {
