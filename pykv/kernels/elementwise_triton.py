@@ -12,23 +12,25 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from pykv.kernels.jit_triton import device, is_interpreted
+
 LEAST, MOST = 1024, 1 << 16  # values of a program, on a GPU and in the interpreter
 
 
-@triton.jit
+@device
 def sigmoid(x):
     """1 / (1 + exp(-x)), of which no part overflows."""
     e = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, e) / (1.0 + e)
 
 
-@triton.jit
+@device
 def silu(x):
     """x * sigmoid(x)."""
     return x * sigmoid(x)
 
 
-@triton.jit
+@device
 def gelu(x):
     """The tanh form of GELU."""
     return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
@@ -37,32 +39,32 @@ def gelu(x):
 ACTIVATIONS = {"silu": silu, "gelu": gelu}
 
 
-@triton.jit
+@device
 def sum_of(x, y, factor):
     """x + y."""
     return x + y
 
 
-@triton.jit
+@device
 def scaled(x, y, factor):
     """x * factor."""
     return x * factor
 
 
-@triton.jit
+@device
 def capped(x, y, limit):
     """limit * tanh(x / limit)."""
     # tanh(u) = 2 / (1 + exp(-2 u)) - 1
     return limit * (2.0 * sigmoid(x * (2.0 / limit)) - 1.0)
 
 
-@triton.jit
+@device
 def silu_gate(x, y, factor):
     """silu(x) * y."""
     return silu(x) * y
 
 
-@triton.jit
+@device
 def gelu_gate(x, y, factor):
     """gelu(x) * y."""
     return gelu(x) * y
@@ -96,11 +98,6 @@ def normalise(
     if ADD:
         values += tl.load(add + place, mask, 0.0)
     tl.store(out + place, values, mask)
-
-
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter."""
-    return not isinstance(elementwise, triton.JITFunction)
 
 
 def rows_at_once(width: int, n_rows: int) -> int:

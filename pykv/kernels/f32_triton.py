@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from pykv.kernels.jit_triton import device
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 32, "plain", "plain", 0
 level = tl.float32
 BLOCK_LEN, BLOCK_BYTES, LANES = 1, 4, 1  # of rows, which have no blocks
 
 
-@triton.jit
+@device
 def weight(block, plane: tl.constexpr, lane, table):
     """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
     return tl.load(block.to(tl.pointer_type(tl.float32)) + lane).to(tl.float32)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from pykv.formats import iq4_nl
 from pykv.kernels.encode_tiles_triton import extreme, largest, nearest, one_by_one, reciprocal
+from pykv.kernels.jit_triton import device
 from pykv.kernels.matvec_triton import byte_of, half_of
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "block", "block", 1
@@ -45,7 +46,7 @@ def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     return tl.where(minimum > 0, 0, nearest(x * inverse, extra, 16))
 
 
-@triton.jit
+@device
 def weight(block, plane: tl.constexpr, lane, table):
     """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
     return tl.load(table + (byte_of(block + 2, lane) >> plane * 4 & 15)) * half_of(block, 0)

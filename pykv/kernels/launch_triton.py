@@ -18,7 +18,8 @@ LEAST_DOT = 16  # what tl.dot takes of every axis, at least
 LEAST_VALUES = 2 * LEAST_DOT  # channels of values, which come by halves of 32
 MOST_SLICE = 128  # channels of a page that a program decodes at a time
 SURE_ROWS = 8  # rows of x in a product's tile, at most
-STEP_VALUES = 2048  # lanes of a weight's rows that a program reads at a time
+STEP_VALUES, LEAST_VALUES = 512, 128  # lanes of a weight's row that a warp reads at a time
+STEP_BYTES = 2048  # and bytes, at most: it unpacks them in registers
 INTERPRETED_VALUES = 1 << 18  # and in Triton's interpreter, with its rows of x
 
 
@@ -122,18 +123,22 @@ def encoder(
 
 
 def _most(n: int, limit: int) -> int:
-    """The largest power of two up to `limit` whose multiples exceed n by an eighth at most."""
+    """The largest power of two up to `limit` whose multiples exceed n by half of it at most."""
     size = min(limit, upto(n))
-    while size > 1 and -(-n // size) * size * 8 > n * 9:
+    while size > 1 and -(-n // size) * size * 2 > n * 3:
         size //= 2
     return size
 
 
-def rows_per_program(n_out: int, interpreted: bool) -> int:
-    """Rows of a weight that a program reads; there is more than one for each SM of a GPU."""
+def rows_per_program(n_out: int, x_tile: int, interpreted: bool) -> tuple[int, int]:
+    """Rows of a weight that a program reads as one tile, and how many such tiles it reads.
+
+    On a GPU a row is a warp's; two share what they read of x where there are enough of them for
+    132 SMs and x has few rows. In Triton's interpreter a program costs a millisecond.
+    """
     if interpreted:
-        return max(64, _most(n_out, 1024))
-    return 4 if n_out >= 2048 else 2
+        return max(64, _most(n_out, 1024)), 1
+    return 1, 2 if n_out >= 2048 and x_tile < 4 else 1
 
 
 def _sizes(name: str, n_in: int, values: int, interpreted: bool) -> tuple[int, int, int, int]:
@@ -144,21 +149,27 @@ def _sizes(name: str, n_in: int, values: int, interpreted: bool) -> tuple[int, i
         length = lanes = gcd(n_in, 32)
         size *= length
     n_blocks, most = n_in // length, max(1, values // lanes)
-    return length, size, lanes, _most(n_blocks, most) if interpreted else min(most, upto(n_blocks))
+    if interpreted:
+        return length, size, lanes, _most(n_blocks, most)
+    most = min(most, max(LEAST_VALUES // lanes, upto(STEP_BYTES // size + 1) // 2))
+    return length, size, lanes, min(most, upto(n_blocks))
 
 
 def product(
     types: Sequence[str], n_out: Sequence[int], n_in: int, rows: int, interpreted: bool
 ) -> dict[str, Any]:
     """Of `matvec`, less what it does beside products, for up to three weights and rows of x."""
-    tile = min(SURE_ROWS, upto(rows))
-    at_once = rows_per_program(min(n_out) if interpreted else sum(n_out), interpreted)
-    values = (INTERPRETED_VALUES if interpreted else STEP_VALUES) // at_once
-    values //= tile if interpreted else max(1, tile // 2)
-    fixed: dict[str, Any] = {"ROWS": at_once, "X_TILE": tile}
+    x_tile, kinds = min(SURE_ROWS, upto(rows)), [*dict.fromkeys(types)]
+    tile = rows_per_program(min(n_out) if interpreted else sum(n_out), x_tile, interpreted)
+    values = INTERPRETED_VALUES // tile[0] if interpreted else STEP_VALUES
+    x_lines = (x_tile, 1) if interpreted else (1, x_tile)
+    fixed: dict[str, Any] = {
+        "KINDS": tuple(kinds.index(t) for t in types), "TYPES": len(kinds),
+        "TILE": (*tile, *x_lines), "num_warps": 1,
+    }  # fmt: skip
     for i in range(3):
-        name = types[min(i, len(types) - 1)]
-        fixed[f"SIZES{i}"] = _sizes(name, n_in, max(values, 32), interpreted)
+        name = kinds[min(i, len(kinds) - 1)]
+        fixed[f"SIZES{i}"] = _sizes(name, n_in, max(values // x_tile, LEAST_VALUES), interpreted)
         fixed[f"weight{i}"] = module(name).weight
     return fixed
 

@@ -1,12 +1,13 @@
 """Products with GGUF blocks on the GPU, which reads them as they lie in the file.
 
 A type gives BLOCK_LEN, BLOCK_BYTES, LANES and `weight(block, plane, lane, table)`: of the blocks
-that begin at the addresses `block` [R, S, 1], the values plane * LANES + lane, lane [1, 1, LANES];
-`table` points to 16 f32, for types that have one. Planes of the same bytes are unpacked from one
-load of them, and a scale is loaded once for a block. How wide loads are follows from what is known
-of the addresses: 16 bytes for blocks of 144 or 176, two for those of 18, 34 or 210.
+that begin at the addresses `block` [R, 1, S, 1], the values plane * LANES + lane, where lane is
+[1, 1, 1, LANES]; `table` points to 16 f32, for types that have one. Planes of the same bytes are
+unpacked from one load of them, and what a block has one of is loaded once. How wide loads are
+follows from what is known of the addresses: 16 bytes for blocks of 144 or 176, two for those of 18,
+34 or 210.
 
-A row of a product has the same bits whatever the number of rows, if X_TILE is the same.
+A row of a product has the same bits whatever the number of rows, if TILE is the same.
 """
 
 from __future__ import annotations
@@ -18,34 +19,35 @@ import triton
 import triton.language as tl
 
 from pykv.kernels.elementwise_triton import ACTIVATIONS
+from pykv.kernels.jit_triton import device, is_interpreted
 from pykv.kernels.launch_triton import SURE_ROWS, panel_sizes, product
 
 
-@triton.jit
+@device
 def byte_of(address, i):
     """Byte i, as i32."""
     return tl.load(address + i).to(tl.int32)
 
 
-@triton.jit
+@device
 def signed(byte):
     """A byte's value as a signed one."""
     return (byte ^ 128) - 128
 
 
-@triton.jit
+@device
 def short_of(block, at: tl.constexpr):
     """The two bytes at byte `at`, which is even, as i32."""
     return tl.load((block + at).to(tl.pointer_type(tl.int16))).to(tl.int32) & 0xFFFF
 
 
-@triton.jit
+@device
 def half_of(block, at: tl.constexpr):
     """The float16 at byte `at`, which is even, as f32."""
     return tl.load((block + at).to(tl.pointer_type(tl.float16))).to(tl.float32)
 
 
-@triton.jit
+@device
 def six_bits(scales, i: tl.constexpr):
     """Scale and minimum i of eight, of 6 bits each, in 12 bytes (Q4_K and Q5_K)."""
     words = scales.to(tl.pointer_type(tl.int32))
@@ -57,134 +59,180 @@ def six_bits(scales, i: tl.constexpr):
     return scale, high >> k + 4 & 15 | middle >> k + 2 & 48
 
 
-@triton.jit
-def places(w, row, n_blocks, b, BYTES: tl.constexpr, STEP: tl.constexpr):
-    """Addresses [R, STEP, 1] of blocks from b on of the rows [R], and the blocks' numbers.
+@device
+def places(address, n_blocks, b, BYTES: tl.constexpr, STEP: tl.constexpr):
+    """Addresses [R, 1, STEP, 1] of blocks from b on of the rows at `address` [R].
 
     Beyond a row's end its last block is taken again.
     """
-    block = b + tl.arange(0, STEP)
-    near = tl.minimum(block, n_blocks - 1) * BYTES
-    address = w + row.to(tl.int64)[:, None] * (n_blocks * BYTES) + near[None, :]
-    return address[:, :, None], block
+    near = tl.minimum(b + tl.arange(0, STEP), n_blocks - 1) * BYTES
+    return (address[:, None] + near[None, :])[:, None, :, None]
 
 
-@triton.jit
+@device
+def rows_of(number, i: tl.constexpr, COUNT: tl.constexpr, LINES: tl.constexpr):
+    """The COUNT rows of line i of program `number`, which has LINES of them."""
+    return (number * LINES + i) * COUNT + tl.arange(0, COUNT)
+
+
+@device
 def dots(
-    w, row, x, r, real, norm, table, n_in,
-    ROWS: tl.constexpr, X_TILE: tl.constexpr, NORM: tl.constexpr,
-    SIZES: tl.constexpr, weight: tl.constexpr,
+    weights, table, number, n_out, x, n_rows, norm, n_in, eps,
+    TILE: tl.constexpr, NORM: tl.constexpr, SIZES: tl.constexpr, weight: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, X_TILE]: w's rows `row` times the rows r of x, and [X_TILE]: sums of x's squares.
+    """Products [ROWS, X_ROWS] of each of program `number`'s lines with each line of x, in turn.
 
-    NORM: x is multiplied by `norm` first. Only `real` rows of x exist.
+    weights: one, or two of a type, of which the second's lines come last. NORM: x is RMS normalised
+    first, with the weight `norm`. On a GPU, where ROWS and X_ROWS are 1, all tiles have one shape
+    and so one layout: nothing moves between threads before the sums.
     """
+    ROWS: tl.constexpr = TILE[0]
+    LINES: tl.constexpr = TILE[1]
+    X_ROWS: tl.constexpr = TILE[2]
+    X_LINES: tl.constexpr = TILE[3]
     LEN: tl.constexpr = SIZES[0]
     LANES: tl.constexpr = SIZES[2]
     STEP: tl.constexpr = SIZES[3]
-    lane, n_blocks = tl.arange(0, LANES)[None, None, :], n_in // LEN
-    total = tl.zeros((ROWS, X_TILE, STEP, LANES), tl.float32)
-    squares = tl.zeros((X_TILE, STEP, LANES), tl.float32)
+    ALL: tl.constexpr = LINES * len(weights)
+    lane, n_blocks = tl.arange(0, LANES)[None, None, None, :], n_in // LEN
+    lines, inputs = (), ()
+    for i in tl.static_range(ALL):
+        row = tl.minimum(rows_of(number, i % LINES, ROWS, LINES), n_out - 1)
+        lines = lines + (weights[i // LINES] + row.to(tl.int64) * (n_blocks * SIZES[1]),)
+    for j in tl.static_range(X_LINES):
+        inputs = inputs + (rows_of(tl.program_id(1), j, X_ROWS, X_LINES)[None, :, None, None],)
+    totals = (tl.zeros((ROWS, X_ROWS, STEP, LANES), tl.float32),) * (ALL * X_LINES)
+    squares = (tl.zeros((1, X_ROWS, STEP, LANES), tl.float32),) * X_LINES
     for b in range(0, n_blocks, STEP):
-        address, block = places(w, row, n_blocks, b, SIZES[1], STEP)
-        there = (block < n_blocks)[None, :, None]
-        at = (block * LEN)[None, :, None] + lane
-        p_x, mask = x + r[:, None, None] * n_in + at, real[:, None, None] & there
+        block = b + tl.arange(0, STEP)
+        there = (block < n_blocks)[None, None, :, None] & (lane >= 0)
+        at = (block * LEN)[None, None, :, None] + lane
+        blocks = ()
+        for i in tl.static_range(ALL):
+            blocks = blocks + (places(lines[i], n_blocks, b, SIZES[1], STEP),)
         for plane in tl.static_range(LEN // LANES):
-            values = weight(address, plane, lane, table)
-            inputs = tl.load(p_x + plane * LANES, mask, 0.0)
-            if NORM:
-                squares += inputs * inputs
-                inputs *= tl.load(norm + at + plane * LANES, there, 0.0)
-            total += values[:, None, :, :] * inputs[None, :, :, :]
-    return tl.sum(tl.sum(total, 3), 2), tl.sum(tl.sum(squares, 2), 1)
+            parts = ()
+            for j in tl.static_range(X_LINES):
+                mask = there & (inputs[j] < n_rows)
+                part = tl.load(x + inputs[j] * n_in + at + plane * LANES, mask, 0.0)
+                if NORM:
+                    square = squares[j] + part * part
+                    squares = squares[:j] + (square,) + squares[j + 1 :]
+                    part *= tl.load(norm + at + plane * LANES, there, 0.0)
+                parts = parts + (part,)
+            for i in tl.static_range(ALL):
+                values = weight(blocks[i], plane, lane, table)
+                for j in tl.static_range(X_LINES):
+                    total = totals[i * X_LINES + j] + values * parts[j]
+                    before, after = totals[: i * X_LINES + j], totals[i * X_LINES + j + 1 :]
+                    totals = before + (total,) + after
+    sums = ()
+    for k in tl.static_range(ALL * X_LINES):
+        total = tl.sum(tl.sum(totals[k], 3), 2)
+        if NORM:
+            square = tl.sum(tl.sum(squares[k % X_LINES], 3), 2)
+            total *= 1.0 / tl.sqrt_rn(square / n_in + eps)
+        sums = sums + (total,)
+    return sums
 
 
-@triton.jit
-def rows_of(n_rows, X_TILE: tl.constexpr):
-    """The numbers of a program's rows of x, the last again beyond the end, and which are real."""
-    r = tl.program_id(1) * X_TILE + tl.arange(0, X_TILE)
-    return tl.minimum(r, n_rows - 1), r < n_rows
-
-
-@triton.jit
-def normed(
-    w, row, x, r, real, norm, table, n_in, eps,
-    ROWS: tl.constexpr, X_TILE: tl.constexpr, NORM: tl.constexpr,
-    SIZES: tl.constexpr, weight: tl.constexpr,
-):  # fmt: skip
-    """As `dots`, of the rows of x after RMS normalisation if NORM."""
-    total, squares = dots(w, row, x, r, real, norm, table, n_in, ROWS, X_TILE, NORM, SIZES, weight)
-    if NORM:
-        total *= (1.0 / tl.sqrt_rn(squares / n_in + eps))[None, :]
-    return total
-
-
-@triton.jit
-def put(out, add, total, row, r, real, n_out, ADD: tl.constexpr):
-    """Store [ROWS, X_TILE] in out [rows of x, n_out], plus `add` of that shape."""
-    place, mask = r[None, :] * n_out + row[:, None], (row < n_out)[:, None] & real[None, :]
+@device
+def put(
+    out, add, total, number, k: tl.constexpr, n_rows, n_out, TILE: tl.constexpr, ADD: tl.constexpr
+):
+    """Store sums k of a program in out [n_rows, n_out], plus `add` of that shape."""
+    row = rows_of(number, k // TILE[3], TILE[0], TILE[1])[:, None]
+    r = rows_of(tl.program_id(1), k % TILE[3], TILE[2], TILE[3])[None, :]
+    place, mask = r * n_out + row, (row < n_out) & (r < n_rows)
     if ADD:
         total += tl.load(add + place, mask, 0.0)
     tl.store(out + place, total, mask)
+
+
+@device
+def product_of(
+    w, table, number, n_out, x, n_rows, norm, n_in, eps, out, add,
+    TILE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, SIZES: tl.constexpr,
+    weight: tl.constexpr,
+):  # fmt: skip
+    """Program `number`'s part of out = x @ w.T (+ add)."""
+    sums = dots((w,), table, number, n_out, x, n_rows, norm, n_in, eps, TILE, NORM, SIZES, weight)
+    for k in tl.static_range(TILE[1] * TILE[3]):
+        put(out, add, sums[k], number, k, n_rows, n_out, TILE, ADD)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def matvec(
     x, norm, add, w0, w1, w2, out0, out1, out2, table0, table1, table2, n_out0, n_out1, n_out2,
     n_in, n_rows, eps,
-    COUNT: tl.constexpr, ROWS: tl.constexpr, X_TILE: tl.constexpr, ADD: tl.constexpr,
+    KINDS: tl.constexpr, TYPES: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr,
     NORM: tl.constexpr, SIZES0: tl.constexpr, SIZES1: tl.constexpr, SIZES2: tl.constexpr,
     weight0: tl.constexpr, weight1: tl.constexpr, weight2: tl.constexpr,
 ):  # fmt: skip
-    """out = x @ w.T (+ add) for x f32 [n_rows, n_in] and COUNT weights, ROWS rows of one a program.
+    """out = x @ w.T (+ add) for x f32 [n_rows, n_in] and up to three weights; a program reads one.
 
-    SIZES: BLOCK_LEN, BLOCK_BYTES and LANES of a weight's type, and blocks read at a time.
+    KINDS: of each weight the number of its type, of which there are TYPES; SIZES of a type are
+    BLOCK_LEN, BLOCK_BYTES, LANES and blocks read at a time. TILE: a program takes LINES lines of
+    ROWS rows of a weight, and X_LINES lines of X_ROWS of x.
     """
-    number = tl.program_id(0)
-    r, real = rows_of(n_rows, X_TILE)
-    i, first1 = tl.arange(0, ROWS), tl.cdiv(n_out0, ROWS)
-    first2 = first1 + tl.cdiv(n_out1, ROWS)
-    if number < first1:
-        row = number * ROWS + i
-        total = normed(
-            w0, tl.minimum(row, n_out0 - 1), x, r, real, norm, table0, n_in, eps,
-            ROWS, X_TILE, NORM, SIZES0, weight0,
+    number, PER = tl.program_id(0), TILE[0] * TILE[1]
+    w, table, n_out, out, kind = w0, table0, n_out0, out0, 0
+    if len(KINDS) > 1:
+        first = tl.cdiv(n_out0, PER)
+        second = first + tl.cdiv(n_out1, PER)
+        if number >= first:
+            w, table, n_out, out, kind = w1, table1, n_out1, out1, KINDS[1]
+            if len(KINDS) > 2:  # noqa: SIM102
+                if number >= second:
+                    w, table, n_out, out, kind = w2, table2, n_out2, out2, KINDS[2]
+                    first = second
+            number -= first
+    if TYPES == 1:
+        product_of(
+            w, table, number, n_out, x, n_rows, norm, n_in, eps, out, add,
+            TILE, NORM, ADD, SIZES0, weight0,
         )  # fmt: skip
-        put(out0, add, total, row, r, real, n_out0, ADD)
-    if COUNT > 1:  # noqa: SIM102
-        if (number >= first1) & (number < first2):
-            row = (number - first1) * ROWS + i
-            total = normed(
-                w1, tl.minimum(row, n_out1 - 1), x, r, real, norm, table1, n_in, eps,
-                ROWS, X_TILE, NORM, SIZES1, weight1,
+    else:
+        if kind == 0:
+            product_of(
+                w, table, number, n_out, x, n_rows, norm, n_in, eps, out, add,
+                TILE, NORM, ADD, SIZES0, weight0,
             )  # fmt: skip
-            put(out1, add, total, row, r, real, n_out1, False)
-    if COUNT > 2:  # noqa: SIM102
-        if number >= first2:
-            row = (number - first2) * ROWS + i
-            total = normed(
-                w2, tl.minimum(row, n_out2 - 1), x, r, real, norm, table2, n_in, eps,
-                ROWS, X_TILE, NORM, SIZES2, weight2,
+        if kind == 1:
+            product_of(
+                w, table, number, n_out, x, n_rows, norm, n_in, eps, out, add,
+                TILE, NORM, ADD, SIZES1, weight1,
             )  # fmt: skip
-            put(out2, add, total, row, r, real, n_out2, False)
+        if TYPES == 3:  # noqa: SIM102
+            if kind == 2:
+                product_of(
+                    w, table, number, n_out, x, n_rows, norm, n_in, eps, out, add,
+                    TILE, NORM, ADD, SIZES2, weight2,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def matvec_gated(
     x, norm, out, w0, w1, table0, table1, n_out, n_in, n_rows, eps,
-    ROWS: tl.constexpr, X_TILE: tl.constexpr, NORM: tl.constexpr, SIZES0: tl.constexpr,
-    SIZES1: tl.constexpr, weight0: tl.constexpr, weight1: tl.constexpr, act: tl.constexpr,
+    TYPES: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr,
+    SIZES0: tl.constexpr, SIZES1: tl.constexpr,
+    weight0: tl.constexpr, weight1: tl.constexpr, act: tl.constexpr,
 ):  # fmt: skip
-    """out = act(x @ w0.T) * (x @ w1.T), for x f32 [n_rows, n_in]."""
-    r, real = rows_of(n_rows, X_TILE)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    near = tl.minimum(row, n_out - 1)
-    gate = normed(
-        w0, near, x, r, real, norm, table0, n_in, eps, ROWS, X_TILE, NORM, SIZES0, weight0
-    )
-    up = normed(w1, near, x, r, real, norm, table1, n_in, eps, ROWS, X_TILE, NORM, SIZES1, weight1)
-    put(out, out, act(gate) * up, row, r, real, n_out, False)
+    """out = act(x @ w0.T) * (x @ w1.T), for x f32 [n_rows, n_in]; constants as in `matvec`."""
+    number = tl.program_id(0)
+    if TYPES == 1:
+        both = dots(
+            (w0, w1), table0, number, n_out, x, n_rows, norm, n_in, eps, TILE, NORM, SIZES0, weight0
+        )
+    else:
+        both = dots(
+            (w0,), table0, number, n_out, x, n_rows, norm, n_in, eps, TILE, NORM, SIZES0, weight0
+        ) + dots(
+            (w1,), table1, number, n_out, x, n_rows, norm, n_in, eps, TILE, NORM, SIZES1, weight1
+        )
+    for k in tl.static_range(TILE[1] * TILE[3]):
+        total = act(both[k]) * both[TILE[1] * TILE[3] + k]
+        put(out, out, total, number, k, n_rows, n_out, TILE, False)
 
 
 @triton.jit
@@ -203,23 +251,20 @@ def decode_rows(
     near = tl.minimum(i, n - 1)
     row = tl.load(numbers + near).to(tl.int64) if LISTED else (first + near).to(tl.int64)
     b = tl.program_id(1) * SIZES[3]
-    address, block = places(w, row, n_blocks, b, SIZES[1], SIZES[3])
-    lane = tl.arange(0, LANES)[None, None, :]
-    mask = (i < n)[:, None, None] & (block < n_blocks)[None, :, None] & (lane >= 0)
-    p_out = out + i.to(tl.int64)[:, None, None] * n_in + (block * LEN)[None, :, None] + lane
+    block, lane = b + tl.arange(0, SIZES[3]), tl.arange(0, LANES)[None, None, None, :]
+    address = places(w + row * (n_blocks * SIZES[1]), n_blocks, b, SIZES[1], SIZES[3])
+    mask = (i < n)[:, None, None, None] & (block < n_blocks)[None, None, :, None] & (lane >= 0)
+    p_out = (
+        out + i.to(tl.int64)[:, None, None, None] * n_in + (block * LEN)[None, None, :, None] + lane
+    )
     for plane in tl.static_range(LEN // LANES):
         values = weight(address, plane, lane, table)
         if CHECKED:
             # written so that a NaN counts
             large = 1 - (tl.abs(values) <= 65504.0).to(tl.int32)
-            most = tl.max(tl.max(tl.max(large, 2), 1), 0)
+            most = tl.max(tl.max(tl.max(tl.max(large, 3), 2), 1), 0)
             tl.atomic_max(flag, most, mask=most > 0)
         tl.store(p_out + plane * LANES, values.to(out.dtype.element_ty), mask)
-
-
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, where a program costs about a millisecond."""
-    return not isinstance(matvec, triton.JITFunction)
 
 
 def products(
@@ -235,19 +280,20 @@ def products(
     add: of the shape of the only output. norm: the weight [n_in] and epsilon of an RMS
     normalisation of x. deterministic: a row's bits do not depend on T.
     """
-    count, rows = len(weights), x.shape[0]
+    rows = x.shape[0]
     fixed = product(
         [w.type for w in weights], [w.n_out for w in weights], weights[0].n_in,
         SURE_ROWS if deterministic else rows, is_interpreted(),
     )  # fmt: skip
     three = [*weights, weights[0], weights[0]][:3]
-    programs = sum(triton.cdiv(w.n_out, fixed["ROWS"]) for w in weights)
+    per = fixed["TILE"][0] * fixed["TILE"][1]
+    programs = sum(triton.cdiv(w.n_out, per) for w in weights)
     norm_weight, eps = norm or (x, 0.0)
-    matvec[(programs, triton.cdiv(rows, fixed["X_TILE"]))](
+    matvec[(programs, triton.cdiv(rows, fixed["TILE"][2] * fixed["TILE"][3]))](
         x, norm_weight, outs[0] if add is None else add, *(w.data for w in three),
         *[*outs, outs[0], outs[0]][:3], *(w.table for w in three), *(w.n_out for w in three),
         weights[0].n_in, rows, eps,
-        COUNT=count, ADD=add is not None, NORM=norm is not None, **fixed,
+        ADD=add is not None, NORM=norm is not None, **fixed,
     )  # fmt: skip
 
 
@@ -266,9 +312,10 @@ def gated(
         [gate.type, up.type], [gate.n_out, up.n_out], gate.n_in,
         SURE_ROWS if deterministic else rows, is_interpreted(),
     )  # fmt: skip
-    del fixed["SIZES2"], fixed["weight2"]
+    del fixed["KINDS"], fixed["SIZES2"], fixed["weight2"]
     norm_weight, eps = norm or (x, 0.0)
-    grid = (triton.cdiv(gate.n_out, fixed["ROWS"]), triton.cdiv(rows, fixed["X_TILE"]))
+    per = fixed["TILE"][0] * fixed["TILE"][1]
+    grid = (triton.cdiv(gate.n_out, per), triton.cdiv(rows, fixed["TILE"][2] * fixed["TILE"][3]))
     matvec_gated[grid](
         x, norm_weight, out, gate.data, up.data, gate.table, up.table, gate.n_out, gate.n_in, rows,
         eps, NORM=norm is not None, act=ACTIVATIONS[act], **fixed,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from pykv.kernels.jit_triton import device
 from pykv.kernels.matvec_triton import byte_of
 
 BLOCK_LEN, BLOCK_BYTES, LANES = 32, 17, 16
 
 
-@triton.jit
+@device
 def weight(block, plane: tl.constexpr, lane, table):
     """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
     exponent = byte_of(block, 0)

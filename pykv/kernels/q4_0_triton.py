@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from pykv.kernels.encode_tiles_triton import extreme, reciprocal
+from pykv.kernels.jit_triton import device
 from pykv.kernels.matvec_triton import byte_of, half_of
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "block", "block", 1
@@ -32,7 +33,7 @@ def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     return tl.minimum(x * inverse + (HALF + 0.5), 2.0 * HALF - 1).to(tl.int32)
 
 
-@triton.jit
+@device
 def weight(block, plane: tl.constexpr, lane, table):
     """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
     code = byte_of(block + 2, lane) >> plane * 4 & 15

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from pykv.kernels.encode_tiles_triton import largest, least, reciprocal
+from pykv.kernels.jit_triton import device
 from pykv.kernels.matvec_triton import byte_of, half_of
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "block", "block", 2
@@ -33,7 +34,7 @@ def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     return tl.minimum((x - minimum) * inverse + 0.5, ((1 << BITS) - 1) * 1.0).to(tl.int32)
 
 
-@triton.jit
+@device
 def weight(block, plane: tl.constexpr, lane, table):
     """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
     code = byte_of(block + 4, lane) >> plane * 4 & 15

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pykv.kernels.jit_triton import device
 from pykv.kernels.matvec_triton import byte_of, half_of, short_of
 from pykv.kernels.q4_0_triton import code, fit
 
@@ -19,7 +20,7 @@ def level(code, extra):
     return code.to(tl.float32) - 16.0
 
 
-@triton.jit
+@device
 def weight(block, plane: tl.constexpr, lane, table):
     """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
     code = byte_of(block + 6, lane) >> plane * 4 & 15

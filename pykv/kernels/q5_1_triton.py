@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from pykv.kernels.jit_triton import device
 from pykv.kernels.matvec_triton import byte_of, half_of, short_of
 from pykv.kernels.q4_1_triton import code, fit, level
 
@@ -13,7 +13,7 @@ BLOCK_LEN, BLOCK_BYTES, LANES = 32, 24, 16
 __all__ = ["code", "fit", "level"]
 
 
-@triton.jit
+@device
 def weight(block, plane: tl.constexpr, lane, table):
     """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
     code = byte_of(block + 8, lane) >> plane * 4 & 15

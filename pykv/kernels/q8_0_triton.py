@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from pykv.kernels.encode_tiles_triton import largest, reciprocal
+from pykv.kernels.jit_triton import device
 from pykv.kernels.matvec_triton import byte_of, half_of, signed
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 8, "block", "block", 1
@@ -35,7 +36,7 @@ def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     return (whole + (2 * (scaled - whole.to(tl.float32))).to(tl.int32)) & 255
 
 
-@triton.jit
+@device
 def weight(block, plane: tl.constexpr, lane, table):
     """Values of a plane of the blocks at these addresses; see matvec_triton.py."""
     return signed(byte_of(block + 2, lane)).to(tl.float32) * half_of(block, 0)

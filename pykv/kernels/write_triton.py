@@ -15,7 +15,8 @@ import triton.language as tl
 
 from pykv.formats.coded import find
 from pykv.kernels.attention_triton import RECORD, entry_of
-from pykv.kernels.elementwise_triton import is_interpreted, rows_at_once
+from pykv.kernels.elementwise_triton import rows_at_once
+from pykv.kernels.jit_triton import device, is_interpreted
 from pykv.kernels.launch_triton import module, upto
 from pykv.kernels.plain_triton import ALIGN, PAGE
 from pykv.kernels.position_triton import partner
@@ -23,7 +24,7 @@ from pykv.kernels.position_triton import partner
 INFINITE = tl.constexpr(3.4028234663852886e38)
 
 
-@triton.jit
+@device
 def turned(x, at, row, c, mask, cos, sin, D: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr):
     """Channels c of the heads at `at` [LINES, 1] of x, by the angles of their rows [LINES]."""
     values = tl.load(x + at + c, mask, 0.0)
@@ -37,7 +38,7 @@ def turned(x, at, row, c, mask, cos, sin, D: tl.constexpr, N_ROT: tl.constexpr, 
     return values
 
 
-@triton.jit
+@device
 def turn_lines(
     x, line, n_lines, heads, cos, sin,
     D: tl.constexpr, WIDTH: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
@@ -51,7 +52,7 @@ def turn_lines(
     tl.store(x + at + c, values, mask)
 
 
-@triton.jit
+@device
 def checked(values, mask, position, flags, LIMIT: tl.constexpr):
     """values [LINES, WIDTH] as they are stored, and the flags for them."""
     finite = tl.abs(values) <= INFINITE
@@ -69,7 +70,7 @@ def checked(values, mask, position, flags, LIMIT: tl.constexpr):
     return tl.minimum(tl.maximum(values, -LIMIT), LIMIT)
 
 
-@triton.jit
+@device
 def narrow(values, TAIL: tl.constexpr):
     """Finite values as TAIL, to nearest even, which Triton's interpreter does not for bf16."""
     if tl.bfloat16 == TAIL:
@@ -79,7 +80,7 @@ def narrow(values, TAIL: tl.constexpr):
     return values.to(TAIL)
 
 
-@triton.jit
+@device
 def write_lines(
     pool, records, rows, line, n_lines, k, v, cos, sin, flags, heads,
     D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr,

@@ -25,13 +25,13 @@ from pykv.kernels.encode_triton import encode_pages, gather_pages
 
 GROUP, SPLITS, QUERIES = 4, 16, 16
 POINTERS = {
-    "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64",
-    "flags": "*i64", "numbers": "*i64", "flag": "*i32", 
-    **dict.fromkeys(("w", "w0", "w1", "w2"), "*u8"),
+    "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64", "flags": "*i64",
+    "numbers": "*i64", "flag": "*i32", **dict.fromkeys(("w", "w0", "w1", "w2"), "*u8"),
     **dict.fromkeys(
         ("q", "q_pages", "partial", "stats", "extra_k", "extra_v", "extra", "x", "out", "out_pages",
-         "add", "table", "table0", "table1", "table2", "out0", "out1", "out2", "norm", "weight",
-         "k", "v", "y", "mapped", "cos", "sin", "offset_cos", "offset_sin", "start_cos", "start_sin"), "*fp32",
+         "add", "table", "offset_cos", "offset_sin", "start_cos", "start_sin", "table0", "table1",
+         "table2", "out0", "out1", "out2", "norm", "weight", "k", "v", "y", "cos", "sin",
+         "mapped"), "*fp32",
     ),
 }  # fmt: skip
 FLOATS = ("scale", "eps", "factor")
@@ -86,15 +86,15 @@ def matvec(name: str, rows: str, d: int, target: str) -> Any:
     """The products with one to three weights, q4_k+q6_k, for so many rows, after a norm."""
     types = name.split("+")
     fixed = launch_triton.product(types, [4096] * len(types), 4096, int(rows), False)
-    fixed |= {"COUNT": len(types), "ADD": len(types) == 1, "NORM": True}
+    fixed |= {"ADD": len(types) == 1, "NORM": True}
     return made(matvec_triton.matvec, fixed, target, True)
 
 
 def gated(name: str, rows: str, d: int, target: str) -> Any:
-    """The gated product with two weights."""
-    fixed = launch_triton.product(name.split("+"), [4096] * 2, 4096, int(rows), False)
+    """The gated product, as of Llama's size but with fewer lines."""
+    fixed = launch_triton.product(name.split("+"), [512] * 2, 4096, int(rows), False)
     fixed |= {"NORM": True, "act": elementwise_triton.silu}
-    del fixed["SIZES2"], fixed["weight2"]
+    del fixed["KINDS"], fixed["SIZES2"], fixed["weight2"]
     return made(matvec_triton.matvec_gated, fixed, target, True)
 
 

@@ -26,6 +26,10 @@ WEIGHTS = (
     "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k",
     "q6_k", "iq4_nl", "iq4_xs", "mxfp4",
 )  # fmt: skip
+BETWEEN = (
+    "matvec@q4_0/1@0", "matvec@q4_k+q4_k+q6_k/1@0", "gated@q4_k+q4_k/8@0", "panel@q6_k/f16@0",
+    "write@f16/f16@128", "norm@rms/add@4096", "each@gelu_gate/x@0",
+)  # fmt: skip
 EVERY = [*(f"{t}/f16" for t in cache_types()), *(f"f16/{t}" for t in cache_types() if t != "f16")]
 
 
@@ -59,14 +63,29 @@ def test_a_prompt_and_the_usual_encoders(tmp_path):
     compiled(["prompt@q4_0/q4_0@64@sm_90", *encoders], tmp_path)
 
 
-def test_products_with_every_weight_type(tmp_path):
-    compiled([f"matvec@{name}/1@0@sm_90" for name in WEIGHTS], tmp_path)
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_products_and_what_lies_between_them(target, tmp_path):
+    compiled([f"{kind}@{target}" for kind in BETWEEN], tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
-def test_products_of_several_rows(target, tmp_path):
-    compiled([f"matvec@{name}/{n}@0@{target}" for name in WEIGHTS for n in (1, 4, 8)], tmp_path)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_products_with_every_weight_type(target, tmp_path):
+    rows = [f"matvec@{name}/{n}@0@{target}" for name in WEIGHTS for n in (1, 2, 4, 8)]
+    gated = [f"gated@{name}+{name}/{n}@0@{target}" for name in WEIGHTS for n in (1, 8)]
+    panels = [f"panel@{name}/{kind}@0@{target}" for name in WEIGHTS for kind in ("f16", "f32")]
+    compiled([*rows, *gated, *panels], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_norms_and_writes_of_every_width(target, tmp_path):
+    widths = (64, 80, 128, 256)
+    tails = [f"write@{t}@{d}@{target}" for t in ("f16/f16", "bf16/f32") for d in widths]
+    turns = [f"rope@{style}/q@{d}@{target}" for style in ("neox", "pairs") for d in widths]
+    norms = [f"norm@rms/{add}@{d}@{target}" for add in ("add", "no") for d in (64, 2304, 8192)]
+    each = ("sum_of", "scaled", "capped", "silu_gate", "gelu_gate")
+    compiled([*tails, *turns, *norms, *(f"each@{e}/x@0@{target}" for e in each)], tmp_path)
 
 
 @pytest.mark.slow

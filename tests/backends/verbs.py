@@ -169,7 +169,9 @@ class Run:
 
     def __init__(self, backend, config, seed=0):
         self.backend, self.graph = backend, Tiny(backend, seed)
-        self.store = Store(Tiny.shapes, config, 4000, memory=backend.page_memory() or HostMemory(255))
+        self.store = Store(
+            Tiny.shapes, config, 4000, memory=backend.page_memory() or HostMemory(255)
+        )
         backend.prepare(Tiny.shapes, self.store.formats)
         self.sequence = self.store.new_sequence()
 

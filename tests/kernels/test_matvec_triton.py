@@ -83,7 +83,8 @@ def normed(x, weight, eps):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_products_are_those_of_the_gguf_package(name):
-    rows, n_out, n = 1 + TYPES.index(name) % 3, 19, 768
+    # more blocks than are read at a time for some, fewer for others
+    rows, n_out, n = 1 + TYPES.index(name) % 3, 19, 768 if name in ("f32", "q6_k") else 512
     weight, values = weight_of(name, n_out, n)
     x, add = normal(rows, n), normal(rows, n_out, seed=3)
     out = torch.full((rows + 1, n_out), -7.0)
@@ -153,13 +154,13 @@ def test_gated(types, act):
 
 
 def test_a_rows_bits_do_not_depend_on_the_others():
-    n, counts, names = 512, (70, 33), ("q4_k", "q6_k")
+    n, counts, names = 256, (40, 33), ("q4_0", "q4_k")
     weights = [weight_of(t, c, n)[0] for t, c in zip(names, counts, strict=True)]
-    up = weight_of("q8_0", 70, n)[0]
-    x, norm = torch.from_numpy(normal(11, n)), (torch.from_numpy(normal(n, seed=4)), 1e-6)
+    up = weight_of("q8_0", 40, n)[0]
+    x, norm = torch.from_numpy(normal(10, n)), (torch.from_numpy(normal(n, seed=4)), 1e-6)
 
     def made(x):
-        outs = [torch.full((len(x), c), -7.0) for c in (*counts, 70)]
+        outs = [torch.full((len(x), c), -7.0) for c in (*counts, 40)]
         matvec.products(x, weights, outs[:2], norm=norm, deterministic=True)
         matvec.gated(x, weights[0], up, outs[2], "silu", deterministic=True)
         return outs

@@ -1,0 +1,23 @@
+"""Functions that the GPU's kernels call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+
+
+def device(function: Any) -> Any:
+    """`triton.jit` for what kernels call and nobody launches.
+
+    Triton's interpreter prepares the language anew for each call of a jitted function, which takes
+    a millisecond or two. The kernel's launch has done so already, so that there the bare function
+    will do.
+    """
+    jitted = triton.jit(function)
+    return jitted if isinstance(jitted, triton.JITFunction) else jitted.rewrite()
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, where a program costs about a millisecond."""
+    return not isinstance(triton.jit(is_interpreted), triton.JITFunction)
