@@ -83,15 +83,14 @@ class CudaAttention:
         self, device: torch.device, step: Step, maps: Sequence[LayerMaps], tables: Tables,
         deterministic: bool,
     ) -> None:  # fmt: skip
-        if not isinstance(step.memory, DeviceMemory):
-            raise NumericsError("the cache's pages do not lie in the GPU's memory")
         self._device, self._maps, self._deterministic = device, maps, deterministic
-        self.step, self._pool = step, step.memory.pool
+        self._blank = torch.zeros(1, dtype=torch.float32, device=device)
+        self.step = step
+        self._pool = step.memory.pool if isinstance(step.memory, DeviceMemory) else self._blank
         self.moves: Moves = []
         self.far_moves = torch.empty(0, 2, dtype=torch.int64, device=device)
         self._ropes: dict[int, tuple[Rope, Changing]] = {}
         self._turns: dict[int, tuple[Rope, tuple[torch.Tensor, ...]]] = {}
-        self._blank = torch.zeros(1, dtype=torch.float32, device=device)
         self._chunks = chunks_for(step.n_ctx)
         self._partial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         arrays: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 
 import gguf
@@ -66,6 +67,8 @@ def feed(backend, x):
     """An array as the backend's own."""
     if backend.name == "reference":
         return np.array(x, np.float32)
+    if backend.name == "cuda":
+        return importlib.import_module("torch").from_numpy(np.array(x, np.float32))
     buffer = backend.buffer(*x.shape)
     buffer.array[...] = x
     return buffer

@@ -81,14 +81,15 @@ class Oracle:
     def __init__(self, config, shapes=SHAPES, n_ctx=1000, seed=0, backend=None, calibrated=False):
         self.layers = layers_of(config, shapes, calibrated)
         numbers = [[side.numbers for side in layer.sides] for layer in self.layers]
-        self.store = Store(shapes, config, n_ctx, HostMemory(255), numbers if calibrated else ())
+        self.backend = backend or reference.create()
+        memory = self.backend.page_memory() or HostMemory(255)
+        self.store = Store(shapes, config, n_ctx, memory, numbers if calibrated else ())
         self.shapes, self.sinks = shapes, config.sinks
         # elsewhere keys come as they are kept
         self.rope = ROPE if self.store.formats[0].position == "read" else None
         self.sequences: dict[int, list[Token]] = {}
         self.freed = {}  # per sequence: per layer, tokens below this position are gone
         self.rng = np.random.default_rng(seed)
-        self.backend = backend or reference.create()
         self._poisoned: dict[int, set[int]] = {}
         # per sequence its encoded pages, by layer, side, head and table entry
         self.known: dict[int, dict[tuple, Known]] = {}
@@ -157,8 +158,14 @@ class Oracle:
                         place = layer, side, head, entry
                         address = int(self.tables(sequence)[side, layer, head, entry])
                         if address and place not in self.known[sequence]:
-                            self.known[sequence][place] = self.encoded(sequence, place, address)
+                            at = self.real(address)
+                            self.known[sequence][place] = self.encoded(sequence, place, at)
                             self.ever.add(place[:2])
+
+    def real(self, address):
+        """Where a page's bytes lie in the process's memory."""
+        memory = self.store.memory
+        return address if memory.unit == 1 else memory.base + memory.unit * address
 
     def encoded(self, sequence, place, address):
         """What the page there must be, from the tokens."""
@@ -335,7 +342,7 @@ class Oracle:
         if place in self.known[sequence]:
             format_, d = kept.page, self.width_of(place)
         slots = self.span(entry)[2]
-        page = bytes_at(address, format_.page_bytes(d, SIDES[side], slots))
+        page = bytes_at(self.real(address), format_.page_bytes(d, SIDES[side], slots))
         return format_, cells_of(page, format_, side, d, slots, slots)
 
     def check(self):
@@ -381,7 +388,7 @@ class Oracle:
             free = set(pool._free)
             assert len(free) == len(pool._free)
             for address in free - self._poisoned.get(size, set()):
-                ctypes.memset(address, 255, size)
+                ctypes.memset(self.real(address), 255, size)
             self._poisoned[size] = free
 
 

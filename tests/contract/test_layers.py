@@ -41,7 +41,7 @@ HOMES = {
     "numba": ("kernels/*_numba.py", "kernels/simd*.py"),
     "llvmlite": ("kernels/*_numba.py", "kernels/simd*.py"),
     "triton": ("kernels/*_triton.py",),
-    "torch": ("backends/cuda.py",),
+    "torch": ("backends/cuda*.py",),
     "gguf": ("backends/plan.py",),
     "threadpoolctl": ("backends/threads.py",),
     "tokenizers": ("tokenizer/*",),

@@ -260,14 +260,6 @@ class TestLoading:
         with pytest.raises(OutOfMemoryError):
             load(ctx_size=advised + 256)
 
-    @pytest.mark.parametrize("device", ["cuda", "gpu", "", "CPU", "os.path", "cpu_attention"])
-    def test_devices_that_are_none(self, load, device):
-        with pytest.raises(ConfigError, match=r"device '.*' is unknown: it is auto, cpu or refer"):
-            load(device=device)
-
-    def test_auto_is_the_cpu(self, load):
-        assert load(device="auto").plan == load(device="cpu").plan
-
     @pytest.mark.parametrize(
         ("cache", "error"),
         [
