@@ -99,8 +99,8 @@ class Steps:
         """What runs `launch` again, and its result's memory; None: there are no graphs."""
         if not self.graphs:
             return None
-        graph = torch.cuda.CUDAGraph()
         try:
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 result = launch()
         except RuntimeError as error:
