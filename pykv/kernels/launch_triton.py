@@ -139,6 +139,16 @@ def product(
     return fixed
 
 
+def gated_product(
+    types: tuple[str, str], n_out: int, n_in: int, rows: int, interpreted: bool
+) -> dict[str, Any]:
+    """Of `matvec_gated`, which reads a line of both weights, less what it does beside products."""
+    fixed = product(types, [n_out], n_in, rows, interpreted)
+    del fixed["KINDS"], fixed["SIZES2"], fixed["weight2"]
+    at_once, _, x_tile = fixed["TILE"]
+    return fixed | {"TILE": (at_once, 1, x_tile)}
+
+
 def panel_sizes(name: str, n: int, n_in: int, interpreted: bool) -> dict[str, Any]:
     """Of `decode_rows` for n rows of a weight, less what it does beside decoding."""
     rows = min(upto(n), 64 if interpreted else 2)

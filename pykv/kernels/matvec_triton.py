@@ -20,7 +20,7 @@ import triton.language as tl
 
 from pykv.kernels.elementwise_triton import ACTIVATIONS
 from pykv.kernels.jit_triton import device, is_interpreted
-from pykv.kernels.launch_triton import SURE_ROWS, panel_sizes, product
+from pykv.kernels.launch_triton import SURE_ROWS, gated_product, panel_sizes, product
 
 
 @device
@@ -297,14 +297,12 @@ def gated(
 ) -> None:
     """out [T, n_out] = act(x @ gate.T) * (x @ up.T); act: silu or gelu, otherwise as `products`."""
     rows = x.shape[0]
-    fixed = product(
-        [gate.type, up.type], [gate.n_out, up.n_out], gate.n_in,
-        SURE_ROWS if deterministic else rows, is_interpreted(),
+    fixed = gated_product(
+        (gate.type, up.type), gate.n_out, gate.n_in, SURE_ROWS if deterministic else rows,
+        is_interpreted(),
     )  # fmt: skip
-    del fixed["KINDS"], fixed["SIZES2"], fixed["weight2"]
     norm_weight, eps = norm or (x, 0.0)
-    per = fixed["TILE"][0] * fixed["TILE"][1]
-    grid = (triton.cdiv(gate.n_out, per), triton.cdiv(rows, fixed["TILE"][2]))
+    grid = (triton.cdiv(gate.n_out, fixed["TILE"][0]), triton.cdiv(rows, fixed["TILE"][2]))
     matvec_gated[grid](
         x, norm_weight, out, gate.data, up.data, gate.table, up.table, gate.n_out, gate.n_in, rows,
         eps, NORM=norm is not None, act=ACTIVATIONS[act], **fixed,
