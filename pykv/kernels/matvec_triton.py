@@ -232,7 +232,7 @@ def decode_rows(
 ):  # fmt: skip
     """out [n, n_in] = rows of w: from `first` on, or those in `numbers` if LISTED.
 
-    CHECKED: `flag`, i32, becomes 1 where a value is too large for a float16.
+    CHECKED: `flag`, i32, becomes 1 where a value is too large for a float16, and is clamped.
     """
     LEN: tl.constexpr = SIZES[0]
     LANES: tl.constexpr = SIZES[2]
@@ -253,6 +253,7 @@ def decode_rows(
             large = 1 - (tl.abs(values) <= 65504.0).to(tl.int32)
             most = tl.max(tl.max(tl.max(tl.max(large, 3), 2), 1), 0)
             tl.atomic_max(flag, most, mask=most > 0)
+            values = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
         tl.store(p_out + plane * LANES, values.to(out.dtype.element_ty), mask)
 
 
