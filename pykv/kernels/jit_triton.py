@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import triton
@@ -18,6 +19,7 @@ def device(function: Any) -> Any:
     return jitted if isinstance(jitted, triton.JITFunction) else jitted.rewrite()
 
 
+@cache
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, where a program costs about a millisecond."""
-    return not isinstance(triton.jit(is_interpreted), triton.JITFunction)
+    return not isinstance(triton.jit(device), triton.JITFunction)

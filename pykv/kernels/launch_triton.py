@@ -141,8 +141,13 @@ def rows_per_program(n_out: int, x_tile: int, interpreted: bool) -> tuple[int, i
     return 1, 2 if n_out >= 2048 and x_tile < 4 else 1
 
 
-def _sizes(name: str, n_in: int, values: int, interpreted: bool) -> tuple[int, int, int, int]:
-    """A type's BLOCK_LEN, BLOCK_BYTES, LANES, and blocks read at a time: `values` lanes."""
+def _sizes(
+    name: str, n_in: int, values: int, n_bytes: int, interpreted: bool
+) -> tuple[int, int, int, int]:
+    """A type's BLOCK_LEN, BLOCK_BYTES, LANES, and blocks read at a time.
+
+    values: lanes to read at most; n_bytes: these too, but no fewer than LEAST_VALUES lanes.
+    """
     own = module(name)
     length, size, lanes = own.BLOCK_LEN, own.BLOCK_BYTES, own.LANES
     if length == 1:
@@ -151,7 +156,7 @@ def _sizes(name: str, n_in: int, values: int, interpreted: bool) -> tuple[int, i
     n_blocks, most = n_in // length, max(1, values // lanes)
     if interpreted:
         return length, size, lanes, _most(n_blocks, most)
-    most = min(most, max(LEAST_VALUES // lanes, upto(STEP_BYTES // size + 1) // 2))
+    most = min(most, max(LEAST_VALUES // lanes, upto(n_bytes // size + 1) // 2))
     return length, size, lanes, min(most, upto(n_blocks))
 
 
@@ -162,23 +167,33 @@ def product(
     x_tile, kinds = min(SURE_ROWS, upto(rows)), [*dict.fromkeys(types)]
     tile = rows_per_program(min(n_out) if interpreted else sum(n_out), x_tile, interpreted)
     values = INTERPRETED_VALUES // tile[0] if interpreted else STEP_VALUES
-    x_lines = (x_tile, 1) if interpreted else (1, x_tile)
     fixed: dict[str, Any] = {
         "KINDS": tuple(kinds.index(t) for t in types), "TYPES": len(kinds),
-        "TILE": (*tile, *x_lines), "num_warps": 1,
+        "TILE": (*tile, x_tile), "num_warps": 1,
     }  # fmt: skip
     for i in range(3):
         name = kinds[min(i, len(kinds) - 1)]
-        fixed[f"SIZES{i}"] = _sizes(name, n_in, max(values // x_tile, LEAST_VALUES), interpreted)
+        most = max(values // x_tile, LEAST_VALUES)
+        fixed[f"SIZES{i}"] = _sizes(name, n_in, most, STEP_BYTES // x_tile, interpreted)
         fixed[f"weight{i}"] = module(name).weight
     return fixed
+
+
+def gated_product(
+    types: tuple[str, str], n_out: int, n_in: int, rows: int, interpreted: bool
+) -> dict[str, Any]:
+    """Of `matvec_gated`, which reads a line of both weights, less what it does beside products."""
+    fixed = product(types, [n_out], n_in, rows, interpreted)
+    del fixed["KINDS"], fixed["SIZES2"], fixed["weight2"]
+    at_once, _, x_tile = fixed["TILE"]
+    return fixed | {"TILE": (at_once, 1, x_tile)}
 
 
 def panel_sizes(name: str, n: int, n_in: int, interpreted: bool) -> dict[str, Any]:
     """Of `decode_rows` for n rows of a weight, less what it does beside decoding."""
     rows = min(upto(n), 64 if interpreted else 2)
     values = (INTERPRETED_VALUES if interpreted else STEP_VALUES) // rows
-    sizes = _sizes(name, n_in, values, interpreted)
+    sizes = _sizes(name, n_in, values, STEP_BYTES, interpreted)
     return {"ROWS": rows, "SIZES": sizes, "weight": module(name).weight}
 
 

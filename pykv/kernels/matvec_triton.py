@@ -20,7 +20,7 @@ import triton.language as tl
 
 from pykv.kernels.elementwise_triton import ACTIVATIONS
 from pykv.kernels.jit_triton import device, is_interpreted
-from pykv.kernels.launch_triton import SURE_ROWS, panel_sizes, product
+from pykv.kernels.launch_triton import SURE_ROWS, gated_product, panel_sizes, product
 
 
 @device
@@ -80,69 +80,58 @@ def dots(
     weights, table, number, n_out, x, n_rows, norm, n_in, eps,
     TILE: tl.constexpr, NORM: tl.constexpr, SIZES: tl.constexpr, weight: tl.constexpr,
 ):  # fmt: skip
-    """Products [ROWS, X_ROWS] of each of program `number`'s lines with each line of x, in turn.
+    """Products [ROWS, X_ROWS] of each of program `number`'s lines with its rows of x.
 
     weights: one, or two of a type, of which the second's lines come last. NORM: x is RMS normalised
-    first, with the weight `norm`. On a GPU, where ROWS and X_ROWS are 1, all tiles have one shape
-    and so one layout: nothing moves between threads before the sums.
+    first, with the weight `norm`. On a GPU, where ROWS is 1, tiles of a line and of x are alike in
+    layout: next to nothing moves between threads before the sums.
     """
     ROWS: tl.constexpr = TILE[0]
     LINES: tl.constexpr = TILE[1]
     X_ROWS: tl.constexpr = TILE[2]
-    X_LINES: tl.constexpr = TILE[3]
     LEN: tl.constexpr = SIZES[0]
     LANES: tl.constexpr = SIZES[2]
     STEP: tl.constexpr = SIZES[3]
     ALL: tl.constexpr = LINES * len(weights)
     lane, n_blocks = tl.arange(0, LANES)[None, None, None, :], n_in // LEN
-    lines, inputs = (), ()
+    r = rows_of(tl.program_id(1), 0, X_ROWS, 1)[None, :, None, None]
+    lines = ()
     for i in tl.static_range(ALL):
         row = tl.minimum(rows_of(number, i % LINES, ROWS, LINES), n_out - 1)
         lines = lines + (weights[i // LINES] + row.to(tl.int64) * (n_blocks * SIZES[1]),)
-    for j in tl.static_range(X_LINES):
-        inputs = inputs + (rows_of(tl.program_id(1), j, X_ROWS, X_LINES)[None, :, None, None],)
-    totals = (tl.zeros((ROWS, X_ROWS, STEP, LANES), tl.float32),) * (ALL * X_LINES)
-    squares = (tl.zeros((1, X_ROWS, STEP, LANES), tl.float32),) * X_LINES
+    totals = (tl.zeros((ROWS, X_ROWS, STEP, LANES), tl.float32),) * ALL
+    squares = tl.zeros((1, X_ROWS, STEP, LANES), tl.float32)
     for b in range(0, n_blocks, STEP):
         block = b + tl.arange(0, STEP)
         there = (block < n_blocks)[None, None, :, None] & (lane >= 0)
         at = (block * LEN)[None, None, :, None] + lane
-        blocks = ()
+        p_x, mask, blocks = x + r * n_in + at, there & (r < n_rows), ()
         for i in tl.static_range(ALL):
             blocks = blocks + (places(lines[i], n_blocks, b, SIZES[1], STEP),)
         for plane in tl.static_range(LEN // LANES):
-            parts = ()
-            for j in tl.static_range(X_LINES):
-                mask = there & (inputs[j] < n_rows)
-                part = tl.load(x + inputs[j] * n_in + at + plane * LANES, mask, 0.0)
-                if NORM:
-                    square = squares[j] + part * part
-                    squares = squares[:j] + (square,) + squares[j + 1 :]
-                    part *= tl.load(norm + at + plane * LANES, there, 0.0)
-                parts = parts + (part,)
+            inputs = tl.load(p_x + plane * LANES, mask, 0.0)
+            if NORM:
+                squares += inputs * inputs
+                inputs *= tl.load(norm + at + plane * LANES, there, 0.0)
             for i in tl.static_range(ALL):
-                values = weight(blocks[i], plane, lane, table)
-                for j in tl.static_range(X_LINES):
-                    total = totals[i * X_LINES + j] + values * parts[j]
-                    before, after = totals[: i * X_LINES + j], totals[i * X_LINES + j + 1 :]
-                    totals = before + (total,) + after
+                total = totals[i] + weight(blocks[i], plane, lane, table) * inputs
+                totals = totals[:i] + (total,) + totals[i + 1 :]
     sums = ()
-    for k in tl.static_range(ALL * X_LINES):
-        total = tl.sum(tl.sum(totals[k], 3), 2)
+    for i in tl.static_range(ALL):
+        total = tl.sum(tl.sum(totals[i], 3), 2)
         if NORM:
-            square = tl.sum(tl.sum(squares[k % X_LINES], 3), 2)
-            total *= 1.0 / tl.sqrt_rn(square / n_in + eps)
+            total *= 1.0 / tl.sqrt_rn(tl.sum(tl.sum(squares, 3), 2) / n_in + eps)
         sums = sums + (total,)
     return sums
 
 
 @device
 def put(
-    out, add, total, number, k: tl.constexpr, n_rows, n_out, TILE: tl.constexpr, ADD: tl.constexpr
+    out, add, total, number, i: tl.constexpr, n_rows, n_out, TILE: tl.constexpr, ADD: tl.constexpr
 ):
-    """Store sums k of a program in out [n_rows, n_out], plus `add` of that shape."""
-    row = rows_of(number, k // TILE[3], TILE[0], TILE[1])[:, None]
-    r = rows_of(tl.program_id(1), k % TILE[3], TILE[2], TILE[3])[None, :]
+    """Store a program's sums of line i in out [n_rows, n_out], plus `add` of that shape."""
+    row = rows_of(number, i, TILE[0], TILE[1])[:, None]
+    r = rows_of(tl.program_id(1), 0, TILE[2], 1)[None, :]
     place, mask = r * n_out + row, (row < n_out) & (r < n_rows)
     if ADD:
         total += tl.load(add + place, mask, 0.0)
@@ -157,8 +146,8 @@ def product_of(
 ):  # fmt: skip
     """Program `number`'s part of out = x @ w.T (+ add)."""
     sums = dots((w,), table, number, n_out, x, n_rows, norm, n_in, eps, TILE, NORM, SIZES, weight)
-    for k in tl.static_range(TILE[1] * TILE[3]):
-        put(out, add, sums[k], number, k, n_rows, n_out, TILE, ADD)
+    for i in tl.static_range(TILE[1]):
+        put(out, add, sums[i], number, i, n_rows, n_out, TILE, ADD)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -173,7 +162,7 @@ def matvec(
 
     KINDS: of each weight the number of its type, of which there are TYPES; SIZES of a type are
     BLOCK_LEN, BLOCK_BYTES, LANES and blocks read at a time. TILE: a program takes LINES lines of
-    ROWS rows of a weight, and X_LINES lines of X_ROWS of x.
+    ROWS rows of a weight, and X_ROWS of x.
     """
     number, PER = tl.program_id(0), TILE[0] * TILE[1]
     w, table, n_out, out, kind = w0, table0, n_out0, out0, 0
@@ -230,9 +219,9 @@ def matvec_gated(
         ) + dots(
             (w1,), table1, number, n_out, x, n_rows, norm, n_in, eps, TILE, NORM, SIZES1, weight1
         )
-    for k in tl.static_range(TILE[1] * TILE[3]):
-        total = act(both[k]) * both[TILE[1] * TILE[3] + k]
-        put(out, out, total, number, k, n_rows, n_out, TILE, False)
+    for i in tl.static_range(TILE[1]):
+        total = act(both[i]) * both[TILE[1] + i]
+        put(out, out, total, number, i, n_rows, n_out, TILE, False)
 
 
 @triton.jit
@@ -243,7 +232,7 @@ def decode_rows(
 ):  # fmt: skip
     """out [n, n_in] = rows of w: from `first` on, or those in `numbers` if LISTED.
 
-    CHECKED: `flag`, i32, becomes 1 where a value is too large for a float16.
+    CHECKED: `flag`, i32, becomes 1 where a value is too large for a float16, and is clamped.
     """
     LEN: tl.constexpr = SIZES[0]
     LANES: tl.constexpr = SIZES[2]
@@ -264,6 +253,7 @@ def decode_rows(
             large = 1 - (tl.abs(values) <= 65504.0).to(tl.int32)
             most = tl.max(tl.max(tl.max(tl.max(large, 3), 2), 1), 0)
             tl.atomic_max(flag, most, mask=most > 0)
+            values = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
         tl.store(p_out + plane * LANES, values.to(out.dtype.element_ty), mask)
 
 
@@ -289,7 +279,7 @@ def products(
     per = fixed["TILE"][0] * fixed["TILE"][1]
     programs = sum(triton.cdiv(w.n_out, per) for w in weights)
     norm_weight, eps = norm or (x, 0.0)
-    matvec[(programs, triton.cdiv(rows, fixed["TILE"][2] * fixed["TILE"][3]))](
+    matvec[(programs, triton.cdiv(rows, fixed["TILE"][2]))](
         x, norm_weight, outs[0] if add is None else add, *(w.data for w in three),
         *[*outs, outs[0], outs[0]][:3], *(w.table for w in three), *(w.n_out for w in three),
         weights[0].n_in, rows, eps,
@@ -308,14 +298,12 @@ def gated(
 ) -> None:
     """out [T, n_out] = act(x @ gate.T) * (x @ up.T); act: silu or gelu, otherwise as `products`."""
     rows = x.shape[0]
-    fixed = product(
-        [gate.type, up.type], [gate.n_out, up.n_out], gate.n_in,
-        SURE_ROWS if deterministic else rows, is_interpreted(),
+    fixed = gated_product(
+        (gate.type, up.type), gate.n_out, gate.n_in, SURE_ROWS if deterministic else rows,
+        is_interpreted(),
     )  # fmt: skip
-    del fixed["KINDS"], fixed["SIZES2"], fixed["weight2"]
     norm_weight, eps = norm or (x, 0.0)
-    per = fixed["TILE"][0] * fixed["TILE"][1]
-    grid = (triton.cdiv(gate.n_out, per), triton.cdiv(rows, fixed["TILE"][2] * fixed["TILE"][3]))
+    grid = (triton.cdiv(gate.n_out, fixed["TILE"][0]), triton.cdiv(rows, fixed["TILE"][2]))
     matvec_gated[grid](
         x, norm_weight, out, gate.data, up.data, gate.table, up.table, gate.n_out, gate.n_in, rows,
         eps, NORM=norm is not None, act=ACTIVATIONS[act], **fixed,

@@ -91,10 +91,9 @@ def matvec(name: str, rows: str, d: int, target: str) -> Any:
 
 
 def gated(name: str, rows: str, d: int, target: str) -> Any:
-    """The gated product, as of Llama's size but with fewer lines."""
-    fixed = launch_triton.product(name.split("+"), [512] * 2, 4096, int(rows), False)
+    """The gated product with two weights."""
+    fixed = launch_triton.gated_product(tuple(name.split("+")), 4096, 4096, int(rows), False)
     fixed |= {"NORM": True, "act": elementwise_triton.silu}
-    del fixed["KINDS"], fixed["SIZES2"], fixed["weight2"]
     return made(matvec_triton.matvec_gated, fixed, target, True)
 
 

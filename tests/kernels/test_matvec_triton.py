@@ -182,9 +182,10 @@ def test_panels_take_rows_and_say_what_is_too_large():
     matvec.panel(weight, half[:2], first=48)
     np.testing.assert_array_equal(half[:2].numpy(), values[48:].astype(np.float16))
     large, _ = weight_of("f32", 50, 96)
-    large.data = torch.from_numpy(np.full((50, 96), 65_505, np.float32).view(np.uint8))
+    large.data = torch.from_numpy(np.full((50, 96), 70_000, np.float32).view(np.uint8))
     matvec.panel(large, half, numbers, flag=flag)
     assert int(flag) == 1
+    assert (half == 65504).all()
 
 
 def test_rows_without_whole_blocks():
