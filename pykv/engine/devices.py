@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import os
 from collections.abc import Callable
@@ -19,6 +20,7 @@ log = logging.getLogger("pykv")
 DEVICES = ("cpu", "cuda", "reference")
 # what a GPU's driver puts in the file system; without one torch, which loads slowly, is not asked
 NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+EXTRA = ("torch", "triton")  # what the extra `gpu` installs
 COMPILING = "compiling kernels; they are kept for later runs"
 LoadProgress = Callable[[str, int, int], None]  # stage, done, of
 
@@ -83,12 +85,10 @@ def _device(device: str, wanted: bool | None) -> str:
 
 def _missing() -> str | None:
     """Why no GPU can be used, or None."""
-    try:
-        missing: str | None = _module("cuda").missing()
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "triton"):
-            raise
-        return f"{error.name} is not installed; pip install 'pykv[gpu]'"
+    for part in EXTRA:
+        if importlib.util.find_spec(part) is None:
+            return f"{part} is not installed; pip install 'pykv[gpu]'"
+    missing: str | None = _module("cuda").missing()
     return missing
 
 
