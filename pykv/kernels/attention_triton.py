@@ -73,11 +73,12 @@ def queries(
     if N_ROT > 0:
         # keys that are stored before RoPE are never mapped
         across = query_slices(q, line, real, scale, True, D, WIDTH, SLICE, OPERAND, N_ROT, NEOX)
-        return query, across, query
-    page_query = query_slices(
-        q_pages, line, real, scale, False, PAGE_D, PAGE_WIDTH, PAGE_SLICE, OPERAND, N_ROT, NEOX
-    )
-    return query, query, page_query
+        page_query = query
+    else:
+        across, page_query = query, query_slices(
+            q_pages, line, real, scale, False, PAGE_D, PAGE_WIDTH, PAGE_SLICE, OPERAND, N_ROT, NEOX
+        )  # fmt: skip
+    return query, across, page_query
 
 
 @triton.jit
@@ -87,12 +88,14 @@ def add_scores(
 ):  # fmt: skip
     """s [LINES, 64] and the products of a slice's queries [LINES, WIDTH] and keys [WIDTH, 64]."""
     if N_ROT == 0:
-        return tl.dot(query, k.to(OPERAND), s, input_precision="ieee")
-    c, k = tl.arange(0, WIDTH) + first, k.to(tl.float32)
-    cos, sin = offsets(c, offset_cos, offset_sin, N_ROT, NEOX)
-    query, across = turned_query(query, across, c, entry, start_cos, start_sin, N_ROT, NEOX)
-    s = tl.dot(query.to(OPERAND), (k * cos).to(OPERAND), s, input_precision="ieee")
-    return tl.dot(across.to(OPERAND), (k * sin).to(OPERAND), s, input_precision="ieee")
+        s = tl.dot(query, k.to(OPERAND), s, input_precision="ieee")
+    else:
+        c, k = tl.arange(0, WIDTH) + first, k.to(tl.float32)
+        cos, sin = offsets(c, offset_cos, offset_sin, N_ROT, NEOX)
+        query, across = turned_query(query, across, c, entry, start_cos, start_sin, N_ROT, NEOX)
+        s = tl.dot(query.to(OPERAND), (k * cos).to(OPERAND), s, input_precision="ieee")
+        s = tl.dot(across.to(OPERAND), (k * sin).to(OPERAND), s, input_precision="ieee")
+    return s
 
 
 @triton.jit
