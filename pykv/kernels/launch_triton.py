@@ -12,7 +12,7 @@ import triton.language as tl
 from pykv.formats.coded import CodedFormat, find
 
 LEAST_DOT = 16  # what tl.dot takes of every axis, at least
-LEAST_VALUES = 2 * LEAST_DOT  # channels of values, which come by halves of 32
+LEAST_VALUES = 64  # channels of a slice of values: of fewer, warps would do the same products
 MOST_SLICE = 128  # channels of a page that a program decodes at a time
 STEP_VALUES = 256  # weights of a row that a program reads at a time
 WEIGHT_ROWS = 4  # rows that a program reads
