@@ -2,6 +2,9 @@
 
 A program of its own, since the tests' process has Triton's interpreter:
     python compile_kernels.py attend@q4_0/f16@128@sm_90 encode@kivi2/key@64@gfx942 ...
+Attention's widths may be two, of keys and of values: 576/512. Its pair may be followed by options:
+q4_0/q4_0,operand=bf16,group=16,pages=64/48 (operand: what is multiplied in; group: query heads of
+a KV head; pages: widths that transforms make).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -23,7 +27,7 @@ from pykv.kernels import launch_triton, matvec_triton
 from pykv.kernels.attention_triton import attend_prompt, attend_rows, combine
 from pykv.kernels.encode_triton import encode_pages
 
-GROUP, SPLITS, QUERIES = 4, 16, 16
+GROUP, SPLITS, LINES = 4, 16, 64
 POINTERS = {
     "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64", "w": "*u8",
     **dict.fromkeys(
@@ -35,12 +39,31 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 WIDE = re.compile(
     r"ld\.global[.\w]*\.v4\.b32|cp\.async\.c[ag]\S* \[[^\]]*\], \[[^\]]*\], 0x10|cp\.async\.cg"
 )
+NARROW = re.compile(r"ld\.global[.\w:]*\.b(?:8|16)\s|cp\.async\.ca\S* \[[^\]]*\], \[[^\]]*\], 0x4")
+OPERANDS = {"f16": tl.float16, "bf16": tl.bfloat16, "f32": tl.float32}
 
 
-def attention(key: str, value: str, d: int) -> dict[str, Any]:
-    """Compile-time parameters; keys that nuq encodes are turned where they are read."""
-    turned = d if launch_triton.module(key).KEY_AXIS == "range" else 0
-    return launch_triton.attention((key, value), (d, d), n_rot=turned)
+def pair_of(text: str) -> tuple[int, int]:
+    """Of keys and of values: "576/512", or one number for both."""
+    first, _, second = text.partition("/")
+    return int(first), int(second or first)
+
+
+def attention(key: str, value: str, d: str) -> tuple[dict[str, Any], int]:
+    """Compile-time parameters, and the group; keys that nuq encodes are turned where they are read.
+
+    `value` may have options; see above.
+    """
+    value, *options = value.split(",")
+    given = dict(each.split("=") for each in options if not each.startswith("outliers"))
+    turned = pair_of(d)[0] if launch_triton.module(key).KEY_AXIS == "range" else 0
+    operand, pages = given.get("operand", "f16"), given.get("pages")
+    tail = "f16" if operand == "f32" else operand
+    fixed = launch_triton.attention(
+        (key, value), pair_of(d), pair_of(pages) if pages else None, mapped=pages is not None,
+        tails=(tail, tail), operand=OPERANDS[operand], n_rot=turned,
+    )  # fmt: skip
+    return fixed, int(given.get("group", GROUP))
 
 
 def target_of(name: str) -> GPUTarget:
@@ -48,31 +71,34 @@ def target_of(name: str) -> GPUTarget:
     return GPUTarget("cuda", int(name[3:]), 32) if name[:3] == "sm_" else GPUTarget("hip", name, 64)
 
 
-def attend(key: str, value: str, d: int, target: str) -> Any:
+def attend(key: str, value: str, d: str, target: str) -> Any:
     """The decode kernel for a pair of types."""
-    counts = {"GROUP": GROUP, "TILE": launch_triton.LEAST_DOT, "SPLITS": SPLITS}
+    fixed, group = attention(key, value, d)
+    tile = max(launch_triton.LEAST_DOT, launch_triton.upto(group))
+    counts = {"GROUP": group, "TILE": tile, "SPLITS": SPLITS}
     # attention may fuse a product and a sum; encoders may not
-    return made(attend_rows, attention(key, value, d) | counts, target, True)
+    return made(attend_rows, fixed | counts, target, True)
 
 
-def prompt(key: str, value: str, d: int, target: str) -> Any:
+def prompt(key: str, value: str, d: str, target: str) -> Any:
     """The prompt kernel for a pair of types."""
-    counts = {"GROUP": GROUP, "QUERIES": QUERIES, "LINES": QUERIES * GROUP}
-    return made(attend_prompt, attention(key, value, d) | counts, target, True)
+    fixed, group = attention(key, value, d)
+    counts = {"GROUP": group, "QUERIES": LINES // group, "LINES": LINES}
+    return made(attend_prompt, fixed | counts, target, True)
 
 
-def combined(d: str, page_d: str, heads: int, target: str) -> Any:
+def combined(d: str, page_d: str, heads: str, target: str) -> Any:
     """The sums of chunks, for values of d channels; page_d: of mapped ones, or none."""
-    fixed = launch_triton.combination(heads, int(d), None if page_d == "none" else int(page_d))
+    fixed = launch_triton.combination(int(heads), int(d), None if page_d == "none" else int(page_d))
     return made(combine, fixed, target, True)
 
 
-def encode(name: str, side: str, d: int, target: str) -> Any:
+def encode(name: str, side: str, d: str, target: str) -> Any:
     """The encoder of a type's keys or values."""
-    return made(encode_pages, launch_triton.encoder(name, side, d), target, False)
+    return made(encode_pages, launch_triton.encoder(name, side, int(d)), target, False)
 
 
-def matvec(name: str, rows: str, d: int, target: str) -> Any:
+def matvec(name: str, rows: str, d: str, target: str) -> Any:
     """The product with a weight type's blocks, for so many rows; d is not used."""
     fixed = launch_triton.product(name, int(rows), add=False)
     return made(matvec_triton.matvec, fixed, target, True)
@@ -95,14 +121,28 @@ KERNELS = {
 }  # fmt: skip
 
 
-def compiled(what: str, d: int, pair: str, target: str) -> dict[str, object]:
-    """What the compiler says of one kernel."""
-    kernel = KERNELS[what](*pair.split("/"), d, target)
+def compiled(what: str, d: str, pair: str, target: str) -> dict[str, object]:
+    """What the compiler says of one kernel, and the CPU's seconds."""
+    before = spent()
+    kernel = KERNELS[what](*pair.split("/", 1), d, target)
     found = {"what": what, "pair": pair, "d": d, "target": target, "shared": kernel.metadata.shared}
     if target.startswith("sm_"):
         found |= usage(kernel.asm["cubin"])
         found["wide_loads"] = len(WIDE.findall(kernel.asm["ptx"]))
-    return found
+        found["narrow_loads"] = len(NARROW.findall(kernel.asm["ptx"]))
+    else:
+        # of registers that a wave has; a spill here is told, and no more
+        said = re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", kernel.asm["amdgcn"])
+        found |= {name: int(n) for name, n in said}
+        found["wide_loads"] = len(
+            re.findall(r"(?:global|buffer)_load_dwordx4", kernel.asm["amdgcn"])
+        )
+    return found | {"seconds": round(spent() - before, 1)}
+
+
+def spent() -> float:
+    """Seconds that this process and the programs that it called took of a CPU."""
+    return sum(os.times()[:4])
 
 
 def usage(cubin: bytes) -> dict[str, int]:
@@ -125,5 +165,5 @@ def usage(cubin: bytes) -> dict[str, int]:
 if __name__ == "__main__":
     for spec in sys.argv[1:]:
         what, pair, width, where = spec.split("@")
-        print(json.dumps(compiled(what, int(width), pair, where)), flush=True)
+        print(json.dumps(compiled(what, width, pair, where)), flush=True)
     sys.exit(os.EX_OK)
