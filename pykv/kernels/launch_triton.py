@@ -14,6 +14,8 @@ from pykv.formats.coded import CodedFormat, find
 LEAST_DOT = 16  # what tl.dot takes of every axis, at least
 LEAST_VALUES = 64  # channels of a slice of values: of fewer, warps would do the same products
 MOST_SLICE = 128  # channels of a page that a program decodes at a time
+ROOM_ROWS, ROOM_PROMPT = 420, 640  # bytes of shared memory for each channel
+WIDE_HEAD, WARPS, MORE_WARPS = 256, 4, 8
 STEP_VALUES = 256  # weights of a row that a program reads at a time
 WEIGHT_ROWS = 4  # rows that a program reads
 
@@ -87,6 +89,21 @@ def attention(
         "K_OUTLIERS": of_k, "K_PLACES": max(LEAST_DOT, upto(of_k)),
         "V_OUTLIERS": of_v, "V_PLACES": max(LEAST_DOT, upto(of_v)),
     }  # fmt: skip
+
+
+def options(
+    d: tuple[int, int], prompt: bool, shared_bytes: int, operand_bytes: int = 2
+) -> dict[str, int]:
+    """The compiler's options for attention with heads of d channels of keys and of values.
+
+    Loads for the next page while this one is decoded want room, about so many bytes for each
+    channel of the wider side (measured with every pair that tests/aot compiles); where the device
+    has less of it for a block, a page is loaded when it is needed. Sums of very wide heads would
+    not fit in the registers of 4 warps.
+    """
+    room = max(d) * (ROOM_PROMPT if prompt else ROOM_ROWS) * operand_bytes // 2
+    fixed = {"num_warps": MORE_WARPS if max(d) > WIDE_HEAD else WARPS}
+    return fixed if room <= shared_bytes else fixed | {"num_stages": 1}
 
 
 def sums(d: int, page_d: int | None = None) -> int:

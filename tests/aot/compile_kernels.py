@@ -40,6 +40,7 @@ WIDE = re.compile(
     r"ld\.global[.\w]*\.v4\.b32|cp\.async\.c[ag]\S* \[[^\]]*\], \[[^\]]*\], 0x10|cp\.async\.cg"
 )
 NARROW = re.compile(r"ld\.global[.\w:]*\.b(?:8|16)\s|cp\.async\.ca\S* \[[^\]]*\], \[[^\]]*\], 0x4")
+SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes of a block
 OPERANDS = {"f16": tl.float16, "bf16": tl.bfloat16, "f32": tl.float32}
 
 
@@ -77,14 +78,14 @@ def attend(key: str, value: str, d: str, target: str) -> Any:
     tile = max(launch_triton.LEAST_DOT, launch_triton.upto(group))
     counts = {"GROUP": group, "TILE": tile, "SPLITS": SPLITS}
     # attention may fuse a product and a sum; encoders may not
-    return made(attend_rows, fixed | counts, target, True)
+    return made(attend_rows, fixed | counts, target, True, chosen(d, False, fixed, target))
 
 
 def prompt(key: str, value: str, d: str, target: str) -> Any:
     """The prompt kernel for a pair of types."""
     fixed, group = attention(key, value, d)
     counts = {"GROUP": group, "QUERIES": LINES // group, "LINES": LINES}
-    return made(attend_prompt, fixed | counts, target, True)
+    return made(attend_prompt, fixed | counts, target, True, chosen(d, True, fixed, target))
 
 
 def combined(d: str, page_d: str, heads: str, target: str) -> Any:
@@ -104,7 +105,19 @@ def matvec(name: str, rows: str, d: str, target: str) -> Any:
     return made(matvec_triton.matvec, fixed, target, True)
 
 
-def made(kernel: Any, fixed: dict[str, object], target: str, fuse: bool) -> Any:
+def chosen(d: str, prompt: bool, fixed: dict[str, Any], target: str) -> dict[str, int]:
+    """The launcher's options for attention."""
+    operand = fixed["OPERAND"].primitive_bitwidth // 8
+    return launch_triton.options(pair_of(d), prompt, SHARED[target], operand)
+
+
+def made(
+    kernel: Any,
+    fixed: dict[str, object],
+    target: str,
+    fuse: bool,
+    more: dict[str, int] | None = None,
+) -> Any:
     """The compiled kernel."""
     names = kernel.arg_names
     kinds = {
@@ -112,7 +125,10 @@ def made(kernel: Any, fixed: dict[str, object], target: str, fuse: bool) -> Any:
         for n in names
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in POINTERS}
-    source, options = ASTSource(kernel, kinds, fixed, aligned), {"enable_fp_fusion": fuse}
+    source, options = (
+        ASTSource(kernel, kinds, fixed, aligned),
+        {"enable_fp_fusion": fuse} | (more or {}),
+    )
     return triton.compile(source, target=target_of(target), options=options)
 
 
