@@ -30,8 +30,8 @@ EITHER_SIDE = [f"attend@{pair}@128@{where}" for pair in EVERY for where in ("sm_
 USUAL = [f"attend@{pair}@{d}@{where}" for pair in PAIRS for d in WIDTHS for where in TARGETS]
 # what every run compiles of both lists, in about two minutes; all of them are slow
 OFTEN = [
-    *(each for each in EITHER_SIDE + USUAL if each.endswith("sm_90")),
-    *[each for each in EITHER_SIDE if each.endswith("gfx942")][::3],
+    *(each for each in EITHER_SIDE + USUAL if each.endswith("sm_90") and "@96@" not in each),
+    *[each for each in EITHER_SIDE if each.endswith("gfx942")][::6],
     *(each for each in USUAL if "@128@" in each and not each.endswith("sm_90")),
 ]
 COLUMNS = ("registers", "vgpr_count", "shared", "spilled", "vgpr_spill_count", "wide_loads",
