@@ -8,8 +8,7 @@ for every length. Each chunk has sums of its own, so that a result depends neith
 splits nor on the other rows; `combine` adds them up. A prompt's program takes a block of queries
 with all heads of a group, and walks through all that they see.
 
-Channels go by slices: WIDTH of them, D filled up, as slices of SLICE and a last one that may be
-narrower, all powers of two. Tiles of slices are kept in tuples, for values two for each slice.
+Channels go by slices; see slices_triton.py.
 """
 
 from __future__ import annotations
@@ -17,140 +16,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pykv.kernels import outliers_triton
-from pykv.kernels.coded_triton import key_slice, value_slice
+from pykv.kernels.jit_triton import device
 from pykv.kernels.plain_triton import PAGE, key_tile, page_at, value_tile
-from pykv.kernels.position_triton import offsets, pair_of, partner, turned_query
+from pykv.kernels.slices_triton import (
+    MASKED,
+    add_scores,
+    page_keys,
+    page_values,
+    queries,
+    slices,
+    store_sums,
+    weights,
+    width_of,
+    zero_sums,
+)
 
 CHUNK = tl.constexpr(8)  # table entries
 AT_ONCE = tl.constexpr(16)  # chunks whose sums `combine` reads at a time
-MASKED = tl.constexpr(-1.0e30)
 RECORD = tl.constexpr(16)  # int64 of a record
 
 
-@triton.jit
-def slices(WIDTH: tl.constexpr, SLICE: tl.constexpr):
-    """The number of slices."""
-    return (WIDTH + SLICE - 1) // SLICE
-
-
-@triton.jit
-def width_of(i: tl.constexpr, WIDTH: tl.constexpr, SLICE: tl.constexpr):
-    """Channels of slice i."""
-    return SLICE if (i + 1) * SLICE <= WIDTH else WIDTH - i * SLICE
-
-
-@triton.jit
-def query_slices(
-    q, line, real, scale, ACROSS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    SLICE: tl.constexpr, OPERAND: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
-):  # fmt: skip
-    """Queries [LINES, slice] of D channels, scaled; zeros where a line is not real.
-
-    f32 where keys are to be turned. ACROSS: each pair (a, b) as (b, -a), and zero for the others.
-    """
-    found = ()
-    for i in tl.static_range(slices(WIDTH, SLICE)):
-        c = tl.arange(0, width_of(i, WIDTH, SLICE)) + i * SLICE
-        from_, factor, there = c, scale, c < D
-        if ACROSS:
-            _, first = pair_of(c, N_ROT, NEOX)
-            from_, there = partner(c, N_ROT, NEOX), c < N_ROT
-            factor = tl.where(first, scale, -scale)[None, :]
-        x = tl.load(q + line[:, None] * D + from_[None, :], real[:, None] & there[None, :], 0.0)
-        found = found + ((x * factor).to(tl.float32 if N_ROT > 0 else OPERAND),)
-    return found
-
-
-@triton.jit
-def queries(
-    q, q_pages, line, real, scale, D: tl.constexpr, WIDTH: tl.constexpr, SLICE: tl.constexpr,
-    PAGE_D: tl.constexpr, PAGE_WIDTH: tl.constexpr, PAGE_SLICE: tl.constexpr,
-    OPERAND: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
-):  # fmt: skip
-    """Slices of queries, of those that turned keys want beside them, and of queries for pages."""
-    query = query_slices(q, line, real, scale, False, D, WIDTH, SLICE, OPERAND, N_ROT, NEOX)
-    if N_ROT > 0:
-        # keys that are stored before RoPE are never mapped
-        across = query_slices(q, line, real, scale, True, D, WIDTH, SLICE, OPERAND, N_ROT, NEOX)
-        return query, across, query
-    page_query = query_slices(
-        q_pages, line, real, scale, False, PAGE_D, PAGE_WIDTH, PAGE_SLICE, OPERAND, N_ROT, NEOX
-    )
-    return query, query, page_query
-
-
-@triton.jit
-def add_scores(
-    s, k, query, across, first, entry, offset_cos, offset_sin, start_cos, start_sin,
-    WIDTH: tl.constexpr, OPERAND: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
-):  # fmt: skip
-    """s [LINES, 64] and the products of a slice's queries [LINES, WIDTH] and keys [WIDTH, 64]."""
-    if N_ROT == 0:
-        return tl.dot(query, k.to(OPERAND), s, input_precision="ieee")
-    c, k = tl.arange(0, WIDTH) + first, k.to(tl.float32)
-    cos, sin = offsets(c, offset_cos, offset_sin, N_ROT, NEOX)
-    query, across = turned_query(query, across, c, entry, start_cos, start_sin, N_ROT, NEOX)
-    s = tl.dot(query.to(OPERAND), (k * cos).to(OPERAND), s, input_precision="ieee")
-    return tl.dot(across.to(OPERAND), (k * sin).to(OPERAND), s, input_precision="ieee")
-
-
-@triton.jit
-def page_keys(
-    page, extra, first, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    AXIS: tl.constexpr, PARAMETERS: tl.constexpr, level: tl.constexpr, N: tl.constexpr,
-    PLACES: tl.constexpr,
-):  # fmt: skip
-    """Keys [WIDTH, 64] of a slice of an encoded page, its N outliers among them."""
-    k = key_slice(page, extra, first, D, WIDTH, BITS, AXIS, PARAMETERS, level)
-    if N > 0:
-        c = tl.arange(0, WIDTH) + first
-        k += outliers_triton.of_keys(page, extra, c, D, BITS, level, N, PLACES)
-    return k
-
-
-@triton.jit
-def page_values(
-    page, extra, first, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr, AXIS: tl.constexpr, PARAMETERS: tl.constexpr, level: tl.constexpr,
-    N: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
-    """Values [64, WIDTH / 2] of a slice of an encoded page, its N outliers among them."""
-    v = value_slice(page, extra, first, half, D, WIDTH, BITS, AXIS, PARAMETERS, level)
-    if N > 0:
-        v += outliers_triton.of_values(page, extra, first, half, D, WIDTH, BITS, level, N, PLACES)
-    return v
-
-
-@triton.jit
-def zero_sums(LINES: tl.constexpr, WIDTH: tl.constexpr, SLICE: tl.constexpr):
-    """Sums [LINES, slice / 2], two for each slice."""
-    acc = ()
-    for i in tl.static_range(slices(WIDTH, SLICE)):
-        zeros = tl.zeros((LINES, width_of(i, WIDTH, SLICE) // 2), tl.float32)
-        acc = acc + (zeros, zeros)
-    return acc
-
-
-@triton.jit
-def weights(s, seen, m, total, OPERAND: tl.constexpr):
-    """What scores [LINES, 64], of which `seen` count, do to the maximum and the total.
-
-    Returns these two, by what sums so far shrink [LINES, 1], and the scores' weights.
-    """
-    s = tl.where(seen, s, MASKED)
-    top = tl.maximum(m, tl.max(s, 1))
-    shrink, p = tl.exp2(m - top), tl.where(seen, tl.exp2(s - top[:, None]), 0.0)
-    return top, total * shrink + tl.sum(p, 1), shrink[:, None], p.to(OPERAND)
-
-
-@triton.jit
+@device
 def visible(at, position, low):
     """Which of the positions `at` [T] each line sees, [LINES, T]."""
     return (at[None, :] >= low[:, None]) & (at[None, :] <= position[:, None])
 
 
-@triton.jit
+@device
 def tables(record, h):
     """Of a record and a KV head: both tables, and the tokens that are sinks and pages encoded."""
     first = h * tl.load(record + 2)
@@ -159,7 +51,7 @@ def tables(record, h):
     return keys, values, tl.load(record + 3), tl.load(record + 4)
 
 
-@triton.jit
+@device
 def walk(
     pool, keys, values, first, last, sinks, encoded, query, across, page_query, position, low,
     k_extra, v_extra, offset_cos, offset_sin, start_cos, start_sin,
@@ -241,19 +133,19 @@ def walk(
     return m, total, acc, tl.exp2(m_pages - m)[:, None], acc_pages
 
 
-@triton.jit
+@device
 def entry_of(position, sinks):
     """The table entry that holds a position."""
     return tl.where(position < sinks, 0, 1 + (position - sinks) // PAGE)
 
 
-@triton.jit
+@device
 def first_entry(low, sinks):
     """The first table entry that positions from `low` on lie in; entry 0 is empty without sinks."""
     return tl.maximum(entry_of(low, sinks), tl.where(sinks == 0, 1, 0))
 
 
-@triton.jit
+@device
 def chunks_seen(record):
     """The first and the last chunk that hold positions which a row sees."""
     sinks = tl.load(record + 3)
@@ -385,19 +277,6 @@ PAGE_WIDTH_K, PAGE_WIDTH_V, PAGE_SLICE_K, PAGE_SLICE_V,
 
 
 @triton.jit
-def store_sums(
-    partial, place, distance, real, acc, share,
-    WIDTH: tl.constexpr, SLICE: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Sums times `share` to SIZE channels of rows `place` [LINES], `distance` f32 each."""
-    for i in tl.static_range(2 * slices(WIDTH, SLICE)):
-        j = tl.arange(0, width_of(i // 2, WIDTH, SLICE) // 2)[None, :]
-        channel = j // 16 * 32 + j % 16 + (i // 2 * SLICE + i % 2 * 16)
-        at = partial + place[:, None] * distance + channel
-        tl.store(at, acc[i] * share, real[:, None] & (channel < SIZE))
-
-
-@triton.jit
 def combine(
     records, rows, partial, stats, out, out_pages, chunks, distance,
     HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE_D: tl.constexpr,
@@ -420,7 +299,7 @@ def combine(
         most = tl.maximum(m, tl.max(top, 0))
         shrink, share = tl.exp2(m - most), tl.exp2(top - most)
         total = total * shrink + tl.sum(share * tl.load(stats + at * 2 + 1, there, 0.0), 0)
-        sums = partial + at[:, None] * tl.multiple_of(distance, 32)
+        sums = partial + at[:, None] * (distance // 32) * 32  # so that its alignment is seen
         share = share[:, None]
         x = tl.load(sums + c[None, :], there[:, None] & (c < D)[None, :], 0.0)
         acc = acc * shrink + tl.sum(x * share, 0)

@@ -6,18 +6,18 @@ a histogram says where the last one to be taken lies. A page is read once for ea
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from pykv.kernels.coded_triton import RANGES_AT
 from pykv.kernels.encode_tiles_triton import BLOCK, places, put_halves, tile
+from pykv.kernels.jit_triton import device
 from pykv.kernels.outliers_triton import UNUSED
 from pykv.kernels.plain_triton import PAGE
 
 DIGITS = tl.constexpr(256)
 
 
-@triton.jit
+@device
 def ends(source, D: tl.constexpr, MAPPED: tl.constexpr, N: tl.constexpr):
     """Least and largest of each token's D values, f32 [64, 1], without N at either end."""
     low = tl.full((PAGE, 1), float("-inf"), tl.float32)
@@ -45,7 +45,7 @@ def ends(source, D: tl.constexpr, MAPPED: tl.constexpr, N: tl.constexpr):
     return low, high
 
 
-@triton.jit
+@device
 def beyond(x, real, b, extra, low, high, D: tl.constexpr, KEYS: tl.constexpr):
     """How far outside their ranges values are, as the bits of a float32; 0 where they are not."""
     if KEYS:
@@ -57,7 +57,7 @@ def beyond(x, real, b, extra, low, high, D: tl.constexpr, KEYS: tl.constexpr):
     return tl.where(real & (distance > 0), distance.to(tl.int32, bitcast=True), 0)
 
 
-@triton.jit
+@device
 def last_taken(
     source, extra, low, high, D: tl.constexpr, KEYS: tl.constexpr, MAPPED: tl.constexpr,
     N: tl.constexpr,
@@ -82,7 +82,7 @@ def last_taken(
     return found, left
 
 
-@triton.jit
+@device
 def take(
     source, slots, extra, low, high, D: tl.constexpr, KEYS: tl.constexpr, MAPPED: tl.constexpr,
     N: tl.constexpr,
@@ -117,7 +117,7 @@ def take(
     return tl.min(rest_low, 1, keep_dims=True), tl.max(rest_high, 1, keep_dims=True)
 
 
-@triton.jit
+@device
 def put(slots, slot, place, value, mask, N: tl.constexpr):
     """Entries of a page's N outliers."""
     tl.store(slots.to(tl.pointer_type(tl.uint16)) + slot, place.to(tl.uint16), mask)

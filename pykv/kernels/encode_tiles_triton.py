@@ -7,10 +7,10 @@ which of the values exist: a head's last tile may have fewer.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from pykv.kernels.coded_triton import RUN, main_bits
+from pykv.kernels.jit_triton import device
 from pykv.kernels.plain_triton import PAGE
 
 BLOCK = tl.constexpr(32)
@@ -19,33 +19,33 @@ MOST = tl.constexpr(65504.0)  # of a float16
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 plus this has no fraction
 
 
-@triton.jit
+@device
 def half(x):
     """Rounded to float16, kept as float32; larger values are clamped."""
     return tl.minimum(tl.maximum(x, -MOST), MOST).to(tl.float16).to(tl.float32)
 
 
-@triton.jit
+@device
 def rounded(x):
     """The nearest whole number, of two the even one; |x| at most 2**22."""
     return (x + ROUNDER) - ROUNDER
 
 
-@triton.jit
+@device
 def ratio(x, s):
     """x / s, and 0 where s is 0."""
     zero = s == 0
     return tl.where(zero, 0.0, tl.div_rn(x, tl.where(zero, 1.0, s)))
 
 
-@triton.jit
+@device
 def reciprocal(d):
     """1 / d, and 0 where that is not a finite float32."""
     inverse = tl.div_rn(1.0 + tl.zeros_like(d), tl.where(d == 0, 1.0, d))
     return tl.where((d == 0) | (tl.abs(inverse) > 3.4028234e38), 0.0, inverse)
 
 
-@triton.jit
+@device
 def extreme(x, real):
     """Of each row the value of largest magnitude, with its sign; the first of equals."""
     size = tl.where(real, tl.abs(x), -1.0)
@@ -56,21 +56,21 @@ def extreme(x, real):
     return tl.sum(tl.where(i == first, x, -0.0), 1, keep_dims=True)
 
 
-@triton.jit
+@device
 def least(x, real):
     """The smallest of a row's values that exist, 0 where none does; all are finite."""
     found = tl.min(tl.where(real, x, float("inf")), 1, keep_dims=True)
     return tl.where(found == float("inf"), 0.0, found)
 
 
-@triton.jit
+@device
 def largest(x, real):
     """The largest of a row's values that exist, 0 where none does; all are finite."""
     found = tl.max(tl.where(real, x, float("-inf")), 1, keep_dims=True)
     return tl.where(found == float("-inf"), 0.0, found)
 
 
-@triton.jit
+@device
 def nearest(x, levels, N: tl.constexpr):
     """The code of the level nearest to x, of two the upper one."""
     code = tl.zeros_like(x).to(tl.int32)
@@ -80,7 +80,7 @@ def nearest(x, levels, N: tl.constexpr):
     return code
 
 
-@triton.jit
+@device
 def one_by_one(x):
     """[rows, 32] -> [rows, 1]: the sum of each, one float32 after the other."""
     parts = (x,)
@@ -96,7 +96,7 @@ def one_by_one(x):
     return total
 
 
-@triton.jit
+@device
 def places(b, BY_CHANNEL: tl.constexpr):
     """Channels and tokens of tile b, i32 that make [64, 32] together."""
     row, column = tl.arange(0, PAGE)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -107,7 +107,7 @@ def places(b, BY_CHANNEL: tl.constexpr):
     return c, t
 
 
-@triton.jit
+@device
 def tile(
     source, b, D: tl.constexpr, KEYS: tl.constexpr, MAPPED: tl.constexpr, BY_CHANNEL: tl.constexpr
 ):
@@ -123,7 +123,7 @@ def tile(
     return tl.load(source + at, real, 0.0).to(tl.float32), real
 
 
-@triton.jit
+@device
 def put_bits(set_, codes, b, shift: tl.constexpr, WIDTH: tl.constexpr, limit: tl.constexpr):
     """WIDTH bits of each code of tile b, from bit `shift` on, to a set of `limit` bytes.
 
@@ -138,7 +138,7 @@ def put_bits(set_, codes, b, shift: tl.constexpr, WIDTH: tl.constexpr, limit: tl
     tl.store(set_ + place, units.to(tl.uint8), place < limit)
 
 
-@triton.jit
+@device
 def put_codes(page, codes, b, BITS: tl.constexpr, N: tl.constexpr):
     """Tile b to the sets of a page of N runs."""
     W: tl.constexpr = main_bits(BITS)
@@ -147,7 +147,7 @@ def put_codes(page, codes, b, BITS: tl.constexpr, N: tl.constexpr):
         put_bits(page + N * 2 * W, codes, b, W, 1, (N + 7) // 8 * RUN)
 
 
-@triton.jit
+@device
 def put_halves(address, place, x, mask):
     """float32 to float16 at `address`, clamped."""
     tl.store(address.to(tl.pointer_type(tl.float16)) + place, half(x).to(tl.float16), mask)

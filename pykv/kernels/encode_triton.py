@@ -25,11 +25,12 @@ from pykv.kernels import launch_triton
 from pykv.kernels.coded_triton import RANGES_AT, code_bytes_keys, code_bytes_values
 from pykv.kernels.encode_outliers_triton import ends, take
 from pykv.kernels.encode_tiles_triton import BLOCK, places, put_codes, put_halves, tile
+from pykv.kernels.jit_triton import device
 from pykv.kernels.plain_triton import ALIGN, PAGE, page_at
 from pykv.kernels.write_triton import narrow
 
 
-@triton.jit
+@device
 def scales_of_tokens(
     source, extra, low, high, D: tl.constexpr, KEYS: tl.constexpr, MAPPED: tl.constexpr,
     BITS: tl.constexpr, LENGTHS: tl.constexpr, fit: tl.constexpr,
@@ -49,7 +50,7 @@ def scales_of_tokens(
     return s, m, inverse
 
 
-@triton.jit
+@device
 def ends_of_tokens(source, D: tl.constexpr, KEYS: tl.constexpr, MAPPED: tl.constexpr):
     """Least and largest of each token's values, f32 [64, 1]."""
     low = tl.full((PAGE, BLOCK), float("inf"), tl.float32)
@@ -61,7 +62,7 @@ def ends_of_tokens(source, D: tl.constexpr, KEYS: tl.constexpr, MAPPED: tl.const
     return tl.min(low, 1, keep_dims=True), tl.max(high, 1, keep_dims=True)
 
 
-@triton.jit
+@device
 def put_tile(
     x, real, s, m, inverse, page, extra, b, D: tl.constexpr, KEYS: tl.constexpr,
     BY_CHANNEL: tl.constexpr, BITS: tl.constexpr, code: tl.constexpr,
@@ -73,7 +74,7 @@ def put_tile(
     return codes
 
 
-@triton.jit
+@device
 def put_tiles(
     source, page, scales, extra, D: tl.constexpr, KEYS: tl.constexpr, MAPPED: tl.constexpr,
     BITS: tl.constexpr, AXIS: tl.constexpr, PARAMETERS: tl.constexpr,
@@ -104,7 +105,7 @@ def put_tiles(
         put_tile(x, real, s, m, inverse, page, extra, b, D, KEYS, BY_CHANNEL, BITS, code)
 
 
-@triton.jit
+@device
 def put_tokens(
     source, page, scales, extra, low, high, D: tl.constexpr, KEYS: tl.constexpr,
     MAPPED: tl.constexpr, BITS: tl.constexpr, PARAMETERS: tl.constexpr, LENGTHS: tl.constexpr,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from pykv.kernels.jit_triton import device
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 8, "head", "head", 0
 
 
-@triton.jit
+@device
 def level(code, extra):
     """The float8; its bits are moved into those of a float16, 256 times smaller."""
     return ((code & 127) << 7 | (code & 128) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(
@@ -16,14 +17,14 @@ def level(code, extra):
     ) * 256.0
 
 
-@triton.jit
+@device
 def fit(x, real, extra, n, BITS: tl.constexpr):
     """The head's own scale."""
     scale = tl.load(extra) + tl.zeros_like(tl.sum(x, 1, keep_dims=True))
     return scale, scale, scale
 
 
-@triton.jit
+@device
 def nearest_float8(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
     """The nearest float8 of y, of two the even one; too large ones become the largest."""
     bits = y.to(tl.int32, bitcast=True)
@@ -38,7 +39,7 @@ def nearest_float8(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.co
     return tl.where(drop < 26, found, 0) | sign << 7
 
 
-@triton.jit
+@device
 def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """The nearest float8 of x / scale."""
     return nearest_float8(tl.div_rn(x, scale + tl.zeros_like(x)), 3, 7, 0x7E)

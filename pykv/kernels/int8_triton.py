@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from pykv.kernels.encode_tiles_triton import half, largest, ratio, rounded
+from pykv.kernels.jit_triton import device
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 8, "token", "token", 1
 
 
-@triton.jit
+@device
 def level(code, extra):
     """The code as a signed byte."""
     return ((code ^ 128) - 128).to(tl.float32)
 
 
-@triton.jit
+@device
 def fit(x, real, extra, n, BITS: tl.constexpr):
     """The largest magnitude over 127, rounded."""
     top = largest(tl.abs(x), real)
@@ -24,7 +24,7 @@ def fit(x, real, extra, n, BITS: tl.constexpr):
     return scale, scale, scale
 
 
-@triton.jit
+@device
 def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """Halves to even."""
     y = rounded(tl.minimum(tl.maximum(ratio(x, scale), -128.0), 128.0))

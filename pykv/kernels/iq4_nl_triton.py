@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from pykv.formats import iq4_nl
@@ -16,13 +15,13 @@ LEVELS = iq4_nl.TABLE  # for `extra`
 BLOCK_LEN, BLOCK_BYTES, LANES = 32, 18, 16
 
 
-@triton.jit
+@device
 def level(code, extra):
     """The step, from the table."""
     return tl.load(extra + code)
 
 
-@triton.jit
+@device
 def fit(x, real, extra, n, BITS: tl.constexpr):
     """The scale that fits the nearest steps of a first one best."""
     x = tl.where(real, x, 0.0)
@@ -40,7 +39,7 @@ def fit(x, real, extra, n, BITS: tl.constexpr):
     return scale, tiny.to(tl.float32), inverse
 
 
-@triton.jit
+@device
 def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """The first scale's nearest steps; 0 where values are tiny, which stands for `minimum`."""
     return tl.where(minimum > 0, 0, nearest(x * inverse, extra, 16))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from pykv.kernels.encode_tiles_triton import half, largest, least, ratio, rounded
+from pykv.kernels.jit_triton import device
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "channel", "block", 2
 
 
-@triton.jit
+@device
 def level(code, extra):
     """The code."""
     return code.to(tl.float32)
 
 
-@triton.jit
+@device
 def fit(x, real, extra, n, BITS: tl.constexpr):
     """The group's minimum and a share of its range, both rounded."""
     low = least(x, real)
@@ -26,7 +26,7 @@ def fit(x, real, extra, n, BITS: tl.constexpr):
     return scale, minimum, scale
 
 
-@triton.jit
+@device
 def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """Halves to even."""
     MOST: tl.constexpr = (1 << BITS) - 1

@@ -15,12 +15,14 @@ from pykv.formats.coded import CodedFormat, find
 
 FLOATS = ("f16", "bf16", "f32")  # types whose pages hold the values themselves
 LEAST_DOT = 16  # what tl.dot takes of every axis, at least
-LEAST_VALUES = 2 * LEAST_DOT  # channels of values, which come by halves of 32
+LEAST_VALUES = 64  # channels of a slice of values: of fewer, warps would do the same products
 MOST_SLICE = 128  # channels of a page that a program decodes at a time
 SURE_ROWS = 8  # rows of x in a product's tile, at most
-STEP_VALUES, LEAST_VALUES = 512, 128  # lanes of a weight's row that a warp reads at a time
+STEP_VALUES, LEAST_LANES = 512, 128  # lanes of a weight's row that a warp reads at a time
 STEP_BYTES = 2048  # and bytes, at most: it unpacks them in registers
 INTERPRETED_VALUES = 1 << 18  # and in Triton's interpreter, with its rows of x
+ROOM_ROWS, ROOM_PROMPT = 420, 640  # bytes of shared memory for each channel
+WIDE_HEAD, WARPS, MORE_WARPS = 256, 4, 8
 
 
 def upto(n: int) -> int:
@@ -94,6 +96,21 @@ def attention(
     }  # fmt: skip
 
 
+def options(
+    d: tuple[int, int], prompt: bool, shared_bytes: int, operand_bytes: int = 2
+) -> dict[str, int]:
+    """The compiler's options for attention with heads of d channels of keys and of values.
+
+    Loads for the next page while this one is decoded want room, about so many bytes for each
+    channel of the wider side (measured with every pair that tests/aot compiles); where the device
+    has less of it for a block, a page is loaded when it is needed. Sums of very wide heads would
+    not fit in the registers of 4 warps.
+    """
+    room = max(d) * (ROOM_PROMPT if prompt else ROOM_ROWS) * operand_bytes // 2
+    fixed = {"num_warps": MORE_WARPS if max(d) > WIDE_HEAD else WARPS}
+    return fixed if room <= shared_bytes else fixed | {"num_stages": 1}
+
+
 def sums(d: int, page_d: int | None = None) -> int:
     """f32 of one chunk's sums in `partial`; page_d: of values that transforms map, else None."""
     return _padded(d) + (0 if page_d is None else _padded(page_d))
@@ -146,7 +163,7 @@ def _sizes(
 ) -> tuple[int, int, int, int]:
     """A type's BLOCK_LEN, BLOCK_BYTES, LANES, and blocks read at a time.
 
-    values: lanes to read at most; n_bytes: these too, but no fewer than LEAST_VALUES lanes.
+    values: lanes to read at most; n_bytes: these too, but no fewer than LEAST_LANES lanes.
     """
     own = module(name)
     length, size, lanes = own.BLOCK_LEN, own.BLOCK_BYTES, own.LANES
@@ -156,7 +173,7 @@ def _sizes(
     n_blocks, most = n_in // length, max(1, values // lanes)
     if interpreted:
         return length, size, lanes, _most(n_blocks, most)
-    most = min(most, max(LEAST_VALUES // lanes, upto(n_bytes // size + 1) // 2))
+    most = min(most, max(LEAST_LANES // lanes, upto(n_bytes // size + 1) // 2))
     return length, size, lanes, min(most, upto(n_blocks))
 
 
@@ -173,7 +190,7 @@ def product(
     }  # fmt: skip
     for i in range(3):
         name = kinds[min(i, len(kinds) - 1)]
-        most = max(values // x_tile, LEAST_VALUES)
+        most = max(values // x_tile, LEAST_LANES)
         fixed[f"SIZES{i}"] = _sizes(name, n_in, most, STEP_BYTES // x_tile, interpreted)
         fixed[f"weight{i}"] = module(name).weight
     return fixed

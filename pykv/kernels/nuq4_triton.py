@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from pykv.kernels.encode_tiles_triton import half, largest, least, nearest, ratio
+from pykv.kernels.jit_triton import device
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "range", "token", 2
 
 
-@triton.jit
+@device
 def level(code, extra):
     """The layer's level."""
     return tl.load(extra + code)
 
 
-@triton.jit
+@device
 def fit(x, real, extra, n, BITS: tl.constexpr):
     """A token's own range: half its width, and its centre."""
     low, high = least(x, real), largest(x, real)
@@ -26,7 +26,7 @@ def fit(x, real, extra, n, BITS: tl.constexpr):
     return scale, centre, scale
 
 
-@triton.jit
+@device
 def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """The level nearest to the value's place in its range."""
     return nearest(ratio(x - minimum, scale), extra, 1 << BITS)

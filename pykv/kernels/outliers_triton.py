@@ -6,7 +6,6 @@ matrices that hold ones, and differences, where an outlier lies, which tl.dot ta
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from pykv.kernels.coded_triton import (
@@ -17,12 +16,13 @@ from pykv.kernels.coded_triton import (
     half_at,
     main_bits,
 )
+from pykv.kernels.jit_triton import device
 from pykv.kernels.plain_triton import PAGE
 
 UNUSED = tl.constexpr(0xFFFF)
 
 
-@triton.jit
+@device
 def code_at(page, place, set_bytes, BITS: tl.constexpr):
     """Codes at places in run order; the first set has `set_bytes` bytes."""
     W: tl.constexpr = main_bits(BITS)
@@ -35,7 +35,7 @@ def code_at(page, place, set_bytes, BITS: tl.constexpr):
     return code
 
 
-@triton.jit
+@device
 def entries(address, N: tl.constexpr, PADDED: tl.constexpr):
     """Places i32 [PADDED], values, and which are used; an unused one has place 0."""
     i = tl.arange(0, PADDED)
@@ -44,7 +44,7 @@ def entries(address, N: tl.constexpr, PADDED: tl.constexpr):
     return tl.where(used, place, 0), value, used
 
 
-@triton.jit
+@device
 def of_keys(
     page, extra, c, D: tl.constexpr, BITS: tl.constexpr, level: tl.constexpr,
     N: tl.constexpr, PADDED: tl.constexpr,
@@ -61,7 +61,7 @@ def of_keys(
     return tl.dot(where, what.to(tl.float16))
 
 
-@triton.jit
+@device
 def of_values(
     page, extra, first, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BITS: tl.constexpr, level: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr,

@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from pykv.kernels.jit_triton import device
 
 PAGE = tl.constexpr(64)
 ALIGN = tl.constexpr(64)  # bytes that pages begin at multiples of
 
 
-@triton.jit
+@device
 def page_at(pool, entry):
     """The page of a table's entry, which is its place in the pool in units of ALIGN bytes.
 
@@ -21,14 +22,14 @@ def page_at(pool, entry):
     return pool + tl.load(entry) * ALIGN
 
 
-@triton.jit
+@device
 def key_tile(page, c, slots, D: tl.constexpr):
     """[C, 64] of channels c [C], of the page's type; zeros beyond D and beyond the slots."""
     c, t = c[:, None], tl.arange(0, PAGE)[None, :]
     return tl.load(page + c * slots + t, (c < D) & (t < slots), 0.0)
 
 
-@triton.jit
+@device
 def value_tile(page, t, slots, first, half: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
     """[T, WIDTH / 2] of the tokens t [T]: channels first + 32 b + 16 half + lane, by (b, lane)."""
     t, j = t[:, None], tl.arange(0, WIDTH // 2)[None, :]

@@ -12,20 +12,20 @@ N_ROT channels are turned; NEOX: a pair lies N_ROT / 2 apart, else side by side.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from pykv.kernels.jit_triton import device
 from pykv.kernels.plain_triton import PAGE
 
 
-@triton.jit
+@device
 def partner(c, N_ROT: tl.constexpr, NEOX: tl.constexpr):
     """The channel that each of c [C] is turned with, or itself."""
     other = tl.where(c < N_ROT // 2, c + N_ROT // 2, c - N_ROT // 2) if NEOX else c ^ 1
     return tl.where(c < N_ROT, other, c)
 
 
-@triton.jit
+@device
 def pair_of(c, N_ROT: tl.constexpr, NEOX: tl.constexpr):
     """Which pair each of c [C] belongs to, the last one where to none, and whether it is first."""
     PAIRS: tl.constexpr = N_ROT // 2
@@ -33,7 +33,7 @@ def pair_of(c, N_ROT: tl.constexpr, NEOX: tl.constexpr):
     return tl.minimum(pair, PAIRS - 1), first
 
 
-@triton.jit
+@device
 def turned_query(
     q, across, c, entry, start_cos, start_sin, N_ROT: tl.constexpr, NEOX: tl.constexpr
 ):
@@ -49,7 +49,7 @@ def turned_query(
     return q * cos + across * sin, across * cos - q * sin
 
 
-@triton.jit
+@device
 def offsets(c, offset_cos, offset_sin, N_ROT: tl.constexpr, NEOX: tl.constexpr):
     """Cosines and sines [C, 64] of the angles between a page's first token and its others."""
     pair, _ = pair_of(c, N_ROT, NEOX)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from pykv.kernels.encode_tiles_triton import extreme, reciprocal
@@ -13,20 +12,20 @@ BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "block", "block", 1
 BLOCK_LEN, BLOCK_BYTES, LANES = 32, 18, 16
 
 
-@triton.jit
+@device
 def level(code, extra):
     """The code less 8."""
     return code.to(tl.float32) - 8.0
 
 
-@triton.jit
+@device
 def fit(x, real, extra, n, BITS: tl.constexpr):
     """The value of largest magnitude gets code 0."""
     scale = extreme(x, real) * (-2 / (1 << BITS))
     return scale, scale, reciprocal(scale)
 
 
-@triton.jit
+@device
 def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """From the scale before it was rounded."""
     HALF: tl.constexpr = 1 << (BITS - 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from pykv.kernels.encode_tiles_triton import largest, least, reciprocal
@@ -13,13 +12,13 @@ BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "block", "block", 2
 BLOCK_LEN, BLOCK_BYTES, LANES = 32, 20, 16
 
 
-@triton.jit
+@device
 def level(code, extra):
     """The code."""
     return code.to(tl.float32)
 
 
-@triton.jit
+@device
 def fit(x, real, extra, n, BITS: tl.constexpr):
     """The block's minimum and a share of its range."""
     minimum = least(x, real)
@@ -28,7 +27,7 @@ def fit(x, real, extra, n, BITS: tl.constexpr):
     return scale, minimum, reciprocal(scale)
 
 
-@triton.jit
+@device
 def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """From scale and minimum before they were rounded."""
     return tl.minimum((x - minimum) * inverse + 0.5, ((1 << BITS) - 1) * 1.0).to(tl.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from pykv.kernels.jit_triton import device
@@ -14,7 +13,7 @@ BLOCK_LEN, BLOCK_BYTES, LANES = 32, 22, 16
 __all__ = ["code", "fit"]
 
 
-@triton.jit
+@device
 def level(code, extra):
     """The code less 16."""
     return code.to(tl.float32) - 16.0

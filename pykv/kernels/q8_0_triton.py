@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from pykv.kernels.encode_tiles_triton import largest, reciprocal
@@ -13,13 +12,13 @@ BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 8, "block", "block", 1
 BLOCK_LEN, BLOCK_BYTES, LANES = 32, 34, 32
 
 
-@triton.jit
+@device
 def level(code, extra):
     """The code as a signed byte."""
     return ((code ^ 128) - 128).to(tl.float32)
 
 
-@triton.jit
+@device
 def fit(x, real, extra, n, BITS: tl.constexpr):
     """The largest magnitude over 127."""
     top = largest(tl.abs(x), real)
@@ -27,7 +26,7 @@ def fit(x, real, extra, n, BITS: tl.constexpr):
     return scale, scale, reciprocal(scale)
 
 
-@triton.jit
+@device
 def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """Halves away from zero, from the scale before it was rounded."""
     scaled = x * inverse

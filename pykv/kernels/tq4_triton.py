@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from pykv.formats import tq4
 from pykv.kernels.encode_tiles_triton import nearest
+from pykv.kernels.jit_triton import device
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "token", "token", 1
 LEVELS = tq4.FORMAT.levels  # for `extra`
 LENGTHS = True  # a token's scale makes it as long as it was
 
 
-@triton.jit
+@device
 def level(code, extra):
     """The level, from the format's table."""
     return tl.load(extra + code)
 
 
-@triton.jit
+@device
 def fit(x, real, extra, n, BITS: tl.constexpr):
     """The length of x, whose squares are given, and what makes that sqrt(n); in float64."""
     length = tl.sqrt(x)
@@ -30,7 +30,7 @@ def fit(x, real, extra, n, BITS: tl.constexpr):
     return length, length, unit
 
 
-@triton.jit
+@device
 def code(x, scale, minimum, inverse, extra, BITS: tl.constexpr):
     """The nearest level of x times sqrt(n) over its length."""
     return nearest(x * inverse, extra, 1 << BITS)

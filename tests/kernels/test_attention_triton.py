@@ -231,7 +231,7 @@ def within(cache, q, found, exact, rounding):
 
 @pytest.mark.parametrize(("k", "v", "d", "group"), CASES)
 def test_pages_of_every_format(k, v, d, group):
-    cache = Cache((k, v), d, 2, [280])
+    cache = Cache((k, v), d, 2, [210])
     q = queries(cache, group)
     within(cache, q, attend(cache, group, q), expected(cache, group, q), 2.0**-11)
 
@@ -253,7 +253,7 @@ def test_lengths_sinks_and_windows(lengths, sinks, residual, window):
 
 
 def test_the_number_of_splits_changes_nothing():
-    cache = Cache(("q4_0", "kivi2"), 64, 1, [1300])
+    cache = Cache(("q4_0", "kivi2"), 32, 1, [1300])
     q = queries(cache, 4)
     one = attend(cache, 4, q, 1)
     for splits in (3, 8):
