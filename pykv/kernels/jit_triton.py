@@ -7,6 +7,10 @@ from typing import Any
 
 import triton
 
+# said at each launch: Triton 3.9 fuses products and sums unless told otherwise, but warns, and 3.10
+# does not
+FUSED = {"enable_fp_fusion": True}
+
 
 def device(function: Any) -> Any:
     """`triton.jit` for what kernels call and nobody launches.
