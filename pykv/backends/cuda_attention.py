@@ -195,6 +195,15 @@ class CudaAttention:
         """Queries [T, H, D] as the key pages want them: each KV head's group through its map."""
         if matrix is None:
             return x
+        if not self._deterministic:
+            return self._mapped(x, matrix)
+        # cuBLAS adds up in an order that depends on how many rows there are
+        full = x.new_zeros(-(-len(x) // MOST_ROWS) * MOST_ROWS, *x.shape[1:])
+        full[: len(x)] = x
+        parts = (full[i : i + MOST_ROWS] for i in range(0, len(full), MOST_ROWS))
+        return torch.cat([self._mapped(part, matrix) for part in parts])[: len(x)]
+
+    def _mapped(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         by_head = x.reshape(len(x), len(matrix), -1, x.shape[2])
         return torch.einsum("tghd,gdr->tghr", by_head, matrix).reshape(*x.shape[:2], -1)
 
@@ -277,7 +286,7 @@ class CudaAttention:
         for moves, (side, name, tail, d, matrix, extra) in zip(sides, of_side, strict=True):
             if not len(moves):
                 continue
-            rows = None
+            rows: Any = None
             if matrix is not None or name in launch_triton.FLOATS:
                 rows = self._empty(len(moves), PAGE, d)
                 encode_triton.gather_tails(self._pool, moves, rows, side, tail, d)

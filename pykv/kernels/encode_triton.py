@@ -206,9 +206,7 @@ def put_plain(
 def gather_tails(pool: Any, moves: Any, out: Any, side: str, tail: str, d: int) -> None:
     """The tail pages of moves i64 [n, 2] as out f32 [n, 64, d], for a transform to be applied."""
     fixed = {"KEYS": side == "key", "TAIL": launch_triton.module(tail).level, "D": d}
-    gather_pages[len(moves), (d + 31) // 32](
-        pool, moves, out, **fixed, enable_fp_fusion=False
-    )
+    gather_pages[len(moves), (d + 31) // 32](pool, moves, out, **fixed, enable_fp_fusion=False)
 
 
 def encode(
