@@ -41,6 +41,10 @@ class OutOfMemoryError(PykvError):
     """What was asked for does not fit the memory that is free."""
 
 
+class DeviceError(PykvError):
+    """A GPU, its driver or its compiler failed."""
+
+
 class NumericsError(PykvError):
     """NaN or infinity where a finite number was expected."""
 

@@ -31,15 +31,22 @@ from pykv.backends.base import (
 )
 from pykv.backends.cuda_attention import MOST_ROWS, CudaAttention, sums_bytes
 from pykv.backends.cuda_choice import choose
+from pykv.backends.cuda_device import device_of, give_back, missing, told, wait
 from pykv.backends.cuda_memory import DeviceMemory, tables_bytes
 from pykv.backends.cuda_steps import Steps
-from pykv.errors import NumericsError, OutOfMemoryError
+from pykv.errors import NumericsError
 from pykv.kernels import elementwise_triton, launch_triton, matvec_triton
 
 PANEL_BYTES = 64 << 20  # of a weight that is decoded at a time for a prompt
+GRAPH_BYTES = 128 << 20  # about what graphs compute in, and cuBLAS on two streams
 UPLOAD_BYTES = 64 << 20  # of a weight that is copied at a time
+LOADING = "use a smaller model, or --device cpu"  # what to do where memory is short
+RUNNING = "use a smaller --ubatch-size, --ctx-size or --cache-type-k and -v"
 TOP_EXPONENT = 10  # a prompt's inputs are scaled to below 2**10 before they become float16
 PRODUCTS = 3  # that share a launch
+LEAST_EXPONENT = -116  # of a row of a prompt's inputs: beyond, its power of two overflows
+
+__all__ = ["CudaBackend", "create", "missing"]
 
 
 class Weight:
@@ -69,7 +76,9 @@ class Weight:
         for first in range(0, self.n_out, rows):
             part = torch.from_numpy(np.array(self._host[first : first + rows]))
             self.data[first : first + rows].copy_(part)
-        self.table = torch.tensor(launch_triton.table(self.type), device=device)
+        self.table = torch.tensor(
+            launch_triton.table(self.type), dtype=torch.float32, device=device
+        )
         self.uploaded = True
 
 
@@ -96,7 +105,7 @@ class CudaBackend(Backend):
     def __init__(
         self, device: str = "cuda", deterministic: bool = False, graphs: bool = True
     ) -> None:
-        self._device = torch.device(device)
+        self._device = device_of(device)
         self._gpu = self._device.type == "cuda"
         self._deterministic = deterministic
         self._weights: list[Weight] = []
@@ -113,30 +122,27 @@ class CudaBackend(Backend):
         return self._weights[-1]
 
     def load_vector(self, tensor: WeightSource) -> torch.Tensor:  # noqa: D102
-        return torch.from_numpy(plan.decode(tensor).reshape(-1).copy()).to(self._device)
+        with told(self._device, LOADING):
+            return torch.from_numpy(plan.decode(tensor).reshape(-1).copy()).to(self._device)
 
     def page_memory(self) -> DeviceMemory:  # noqa: D102
         # in the interpreter what was never written is NaN
         return DeviceMemory(self._device, fill=None if self._gpu else 255)
 
     def free_bytes(self) -> int | None:  # noqa: D102
+        give_back(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0]) if self._gpu else None
 
     def own_bytes(self, shapes: Sequence[LayerShape], n_ctx: int) -> int:  # noqa: D102
         sums = max(sums_bytes(s, MOST_ROWS, n_ctx) for s in shapes)
-        return sums + tables_bytes(shapes, n_ctx) + 2 * PANEL_BYTES
+        return sums + tables_bytes(shapes, n_ctx) + 2 * PANEL_BYTES + GRAPH_BYTES
 
     def prepare(self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]) -> None:  # noqa: D102
         plan.check_gpu_cache(formats)
-        try:
+        total = sum(w.nbytes for w in self._weights) / 2**20
+        with told(self._device, f"its weights take {total:,.0f} MiB: {LOADING}"):
             for weight in self._weights:
                 weight.upload(self._device)
-        except torch.cuda.OutOfMemoryError as error:
-            total = sum(w.nbytes for w in self._weights) / 2**20
-            raise OutOfMemoryError(
-                f"the GPU has no room for {total:,.0f} MiB of weights; use a smaller model, or "
-                "--device cpu"
-            ) from error
         where = torch.cuda.get_device_name(self._device) if self._gpu else "Triton's interpreter"
         self.plan = [
             f"cuda backend: {where}",
@@ -151,6 +157,7 @@ class CudaBackend(Backend):
         self._steps.close()
         self._weights.clear()
         self._end()
+        give_back(self._device)
 
     # running a batch
 
@@ -163,7 +170,7 @@ class CudaBackend(Backend):
         return chosen
 
     def _run(self, graph: Any, step: Step, then: Callable[[torch.Tensor], Any]) -> Any:
-        with self._lock:
+        with self._lock, told(self._device, RUNNING):
             step.check_cancelled()
             try:
                 logits, batch = self._steps.run(
@@ -172,14 +179,9 @@ class CudaBackend(Backend):
                 result = then(logits)  # waits for the device
                 for layer, count in batch.check():
                     self._report_clamped(layer, count)
-            except torch.cuda.OutOfMemoryError as error:
-                self._break_off()
-                raise OutOfMemoryError(
-                    "the GPU's memory is full; use a smaller --ubatch-size, --ctx-size or "
-                    f"--cache-type-k and -v ({error})"
-                ) from error
             except BaseException:
-                self._break_off()
+                wait(self._device)  # nothing reads what the next batch writes
+                self._steps.forget()
                 raise
             return result
 
@@ -195,11 +197,6 @@ class CudaBackend(Backend):
         self._batch = None
         self._products.clear()
         self._norms.clear()
-
-    def _break_off(self) -> None:
-        if self._gpu:
-            torch.cuda.synchronize(self._device)  # nothing reads what the next batch writes
-        self._steps.forget()
 
     @property
     def _now(self) -> CudaAttention:
@@ -275,7 +272,7 @@ class CudaBackend(Backend):
         out, rows = self._empty(len(x), weight.n_out), PANEL_BYTES // (weight.n_in * 4)
         # a power of two for each row, so that no input overflows and few get lost
         _, exponent = torch.frexp(x.abs().amax(1, keepdim=True))
-        shift = (exponent - TOP_EXPONENT).to(torch.float32)
+        shift = (exponent.clamp(min=LEAST_EXPONENT) - TOP_EXPONENT).to(torch.float32)
         inputs = (x * torch.exp2(-shift)).to(weight.panel_type)
         for first in range(0, weight.n_out, rows):
             part = slice(first, min(first + rows, weight.n_out))
@@ -291,7 +288,8 @@ class CudaBackend(Backend):
 
     def _matmul(self, x: torch.Tensor, panel: torch.Tensor) -> torch.Tensor:
         """x @ panel.T in float32, whatever both are."""
-        if self._gpu and x.dtype == torch.float16:
+        # ROCm's refuses to give float32
+        if self._gpu and x.dtype == torch.float16 and torch.version.hip is None:
             return torch.mm(x, panel.T, out_dtype=torch.float32)
         return x.float() @ panel.float().T
 
@@ -364,15 +362,6 @@ class CudaBackend(Backend):
 
     def take_rows(self, x: Array, step: Step) -> Array:  # noqa: D102
         return self._ready(x).index_select(0, self._now.changing.far["outputs"])
-
-
-def missing() -> str | None:
-    """Why no GPU can be used, or None."""
-    if torch.cuda.is_available():
-        return None
-    if torch.version.cuda is None and torch.version.hip is None:
-        return "the torch that is installed is built for the CPU; pip install pykv[gpu] has another"
-    return "torch finds none; look at the driver (nvidia-smi or rocm-smi)"
 
 
 def create(**settings: Any) -> CudaBackend:

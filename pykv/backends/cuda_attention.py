@@ -19,6 +19,7 @@ from pykv.backends.cuda_memory import Changing, DeviceMemory, Tables, capacity_f
 from pykv.backends.page_maps import PageMaps, Turns
 from pykv.errors import NumericsError
 from pykv.kernels import attention_triton, encode_triton, launch_triton, write_triton
+from pykv.kernels.jit_triton import FUSED
 
 MOST_ROWS = 8  # that decoding takes at a time
 LINES = 64  # query heads x queries of a prompt's program
@@ -107,7 +108,7 @@ class CudaAttention:
         self._ropes: dict[int, tuple[Rope, Changing]] = {}
         self._turns: dict[int, tuple[Rope, tuple[torch.Tensor, ...]]] = {}
         self._chunks = chunks_for(step.n_ctx)
-        self._partial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._partial: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         arrays: dict[str, Any] = {
             "tokens": step.tokens, "positions": step.positions, "outputs": step.outputs,
             "records": step.records, "flags": np.zeros((len(step.shapes), 4), np.int64),
@@ -161,7 +162,7 @@ class CudaAttention:
             for x in (q,) if at_read else (q, k):
                 write_triton.rope(x, cos, sin, n_rot, neox)
         q_pages = self._turned(q, self._maps[layer].matrix_k)
-        out = torch.empty(len(q), shape.n_head * shape.d_v, device=self._device)
+        out = self._empty(len(q), shape.n_head * shape.d_v)
         turns = self._read_angles(rope) if at_read else (self._blank,) * 4
         fixed = self._maps[layer].fixed
         fixed = fixed | {"N_ROT": n_rot if at_read else 0, "NEOX": neox}
@@ -209,18 +210,28 @@ class CudaAttention:
         """Queries [T, H, D] as the key pages want them: each KV head's group through its map."""
         if matrix is None:
             return x
+        if not self._deterministic:
+            return self._mapped(x, matrix)
+        # cuBLAS adds up in an order that depends on how many rows there are
+        full = x.new_zeros(-(-len(x) // MOST_ROWS) * MOST_ROWS, *x.shape[1:])
+        full[: len(x)] = x
+        parts = (full[i : i + MOST_ROWS] for i in range(0, len(full), MOST_ROWS))
+        return torch.cat([self._mapped(part, matrix) for part in parts])[: len(x)]
+
+    def _mapped(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         by_head = x.reshape(len(x), len(matrix), -1, x.shape[2])
         return torch.einsum("tghd,gdr->tghr", by_head, matrix).reshape(*x.shape[:2], -1)
 
     def _sums(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for partial sums of some rows; layers follow each other and share it."""
-        n = rows * self.step.shapes[layer].n_head * self._chunks * self._maps[layer].size
-        if n not in self._partial:
-            stats = rows * self.step.shapes[layer].n_head * self._chunks * 2
-            self._partial[n] = (
-                torch.empty(n, device=self._device), torch.empty(stats, device=self._device)
-            )  # fmt: skip
-        return self._partial[n]
+        n, size = rows * self.step.shapes[layer].n_head * self._chunks, self._maps[layer].size
+        if (n, size) not in self._partial:
+            self._partial[n, size] = self._empty(n * size), self._empty(n * 2)
+        return self._partial[n, size]
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        # whatever type and device an application has made the default
+        return torch.empty(shape, dtype=torch.float32, device=self._device)
 
     def _attend_rows(
         self, layer: int, rows: torch.Tensor, q: torch.Tensor, q_pages: torch.Tensor,
@@ -238,19 +249,19 @@ class CudaAttention:
             maps.extra_k.shape[1], maps.extra_v.shape[1], shape.n_kv, self._chunks,
             scale * math.log2(math.e), *turns, GROUP=group,
             TILE=max(launch_triton.LEAST_DOT, launch_triton.upto(group)),
-            SPLITS=min(splits, self._chunks), **fixed, **maps.of_rows,
+            SPLITS=min(splits, self._chunks), **fixed, **maps.of_rows, **FUSED,
         )  # fmt: skip
-        pages = (
-            torch.empty(len(q), shape.n_head, maps.d_v, device=self._device) if maps.mapped else out
-        )
+        pages = self._empty(len(q), shape.n_head, maps.d_v) if maps.mapped else out
         attention_triton.combine[count, shape.n_head](
             records, rows, partial, stats, out, pages, self._chunks, maps.size,
-            **maps.combination,
+            **maps.combination, **FUSED,
         )  # fmt: skip
         if maps.mapped:
-            index = rows.long()
-            back = self._back(layer, pages[index])
-            out.index_add_(0, index, back)
+            if count == len(q):  # they are all of the batch, in order
+                out += self._back(layer, pages)
+            else:
+                index = rows.long()
+                out.index_add_(0, index, self._back(layer, pages[index]))
 
     def _attend_prompt(
         self, layer: int, part: slice, q: torch.Tensor, q_pages: torch.Tensor, out: torch.Tensor,
@@ -259,16 +270,14 @@ class CudaAttention:
         shape, maps, count = self.step.shapes[layer], self._maps[layer], part.stop - part.start
         group = shape.n_head // shape.n_kv
         at_once = max(1, LINES // group)
-        pages = (
-            torch.empty(count, shape.n_head, maps.d_v, device=self._device) if maps.mapped else out
-        )
+        pages = self._empty(count, shape.n_head, maps.d_v) if maps.mapped else out
         attention_triton.attend_prompt[-(-count // at_once), shape.n_kv](
             self._pool, self.changing.far["records"][layer, part.start], q[part], q_pages[part],
             out[part], pages, maps.extra_k, maps.extra_v, maps.extra_k.shape[1],
             maps.extra_v.shape[1], count, shape.n_kv, shape.window, scale * math.log2(math.e),
             *turns, GROUP=group, QUERIES=at_once,
             LINES=max(launch_triton.LEAST_DOT, launch_triton.upto(at_once * group)),
-            **fixed, **maps.of_prompts,
+            **fixed, **maps.of_prompts, **FUSED,
         )  # fmt: skip
         if maps.mapped:
             out[part] += self._back(layer, pages)
@@ -292,9 +301,9 @@ class CudaAttention:
         for moves, (side, name, tail, d, matrix, extra) in zip(sides, of_side, strict=True):
             if not len(moves):
                 continue
-            rows = None
+            rows: Any = None
             if matrix is not None or name in launch_triton.FLOATS:
-                rows = torch.empty(len(moves), PAGE, d, device=self._device)
+                rows = self._empty(len(moves), PAGE, d)
                 encode_triton.gather_tails(self._pool, moves, rows, side, tail, d)
                 if matrix is not None:
                     by_head = rows.reshape(-1, shape.n_kv, PAGE, d)
@@ -311,8 +320,8 @@ def moves_of(step: Step, tables: Tables) -> tuple[I64, Moves]:
     for round_ in step.rounds:
         places.append([])
         for layer in round_.moves:
-            every += [tables.moves(step, moves) for moves in layer]
-            ends = at + len(every[-2]), at + len(every[-2]) + len(every[-1])
+            every += layer
+            ends = at + len(layer[0]), at + len(layer[0]) + len(layer[1])
             places[-1].append([slice(at, ends[0]), slice(*ends)])
             at = ends[1]
-    return np.concatenate(every), places
+    return tables.moves(step, np.concatenate(every)), places

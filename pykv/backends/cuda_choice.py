@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from pykv.backends.base import Choice, Chosen
+from pykv.backends.base import I64, Choice, Chosen
 
 
 def choose(logits: torch.Tensor, choice: Choice) -> Chosen:
@@ -26,19 +26,25 @@ def choose(logits: torch.Tensor, choice: Choice) -> Chosen:
     return Chosen(int(found[0]), int(found[1]), bool(found[2]))
 
 
+def _far(ids: I64, x: torch.Tensor) -> torch.Tensor:
+    """Numbers beside x, without waiting for what runs there: most of this is launched by then."""
+    near = torch.from_numpy(ids)
+    return near.pin_memory().to(x.device, non_blocking=True) if x.is_cuda else near
+
+
 def _changed(x: torch.Tensor, choice: Choice) -> torch.Tensor:
     """The logits after penalties, -inf where a token is never drawn; a copy where they change."""
     if not len(choice.penalised) and not len(choice.suppressed):
         return x
     x = x.clone()
     if len(choice.penalised):
-        ids = torch.from_numpy(choice.penalised).to(x.device)
+        ids = _far(choice.penalised, x)
         v = x[ids].double()
         v = torch.where(v > 0, v / choice.repeat_penalty, v * choice.repeat_penalty)
-        counts = torch.from_numpy(choice.counts).to(x.device)
-        v -= counts * choice.frequency_penalty + choice.presence_penalty
-        x[ids] = v.float()
-    x[torch.from_numpy(choice.suppressed).to(x.device)] = -math.inf
+        v -= _far(choice.counts, x) * choice.frequency_penalty + choice.presence_penalty
+        x.index_copy_(0, ids, v.float())
+    if len(choice.suppressed):
+        x.index_fill_(0, _far(choice.suppressed, x), -math.inf)
     return x
 
 
@@ -61,7 +67,7 @@ def _draw(x: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
         kept &= _typical(values, kept, choice.typical_p)
     if choice.top_p < 1:
         total = _softmax(values, kept).cumsum(0)
-        limit = torch.tensor([choice.top_p], dtype=total.dtype, device=x.device)
+        limit = torch.full_like(total[:1], choice.top_p)
         kept &= places <= torch.searchsorted(total, limit)
     if choice.min_p > 0:
         top = torch.where(kept, values, -math.inf).max()
@@ -96,7 +102,7 @@ def _typical(values: torch.Tensor, kept: torch.Tensor, p: float) -> torch.Tensor
     surprise = -torch.log(probs)
     entropy = torch.where(probs > 0, probs * surprise, 0).sum()
     order = torch.argsort((surprise - entropy).abs(), stable=True)
-    limit = torch.tensor([p], dtype=probs.dtype, device=values.device)
+    limit = torch.full_like(probs[:1], p)
     n = torch.searchsorted(probs[order].cumsum(0), limit, right=True) + 1
     near = torch.empty_like(kept)
     near[order] = torch.arange(len(values), device=values.device) < n

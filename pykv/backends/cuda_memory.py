@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pykv.backends.base import I64, PAGE, LayerShape, PageTables, Part, Step
+from pykv.backends.base import I64, PAGE, LayerShape, PageTables, Step
 from pykv.errors import OutOfMemoryError
 
 UNIT = 64  # bytes
@@ -106,7 +106,9 @@ class Changing:
             size += -(-array.nbytes // UNIT) * UNIT
         # memory that stays where it is, so that the copy need not wait for the system
         pinned = device.type == "cuda"
-        self._host = torch.empty(max(size, UNIT), dtype=torch.uint8, pin_memory=pinned)
+        self._host = torch.empty(
+            max(size, UNIT), dtype=torch.uint8, device="cpu", pin_memory=pinned
+        )
         self._far = torch.empty(max(size, UNIT), dtype=torch.uint8, device=device)
         whole = self._host.numpy()
         self.host: dict[str, NDArray[Any]] = {}
@@ -192,18 +194,11 @@ class Tables:
         """
         out = moves.copy()
         for part in step.parts:
-            copy, index = self._copies[part.sequence], _entries_of(part, moves)
-            for i, place in index:
-                part.sequence.tables[place] = copy.known[place] = moves[i, 1]
-                far = sum(a * b for a, b in zip(place, copy.far.stride(), strict=True))
-                out[i, 0] = copy.far.data_ptr() + 8 * far
+            tables, copy = part.sequence.tables, self._copies[part.sequence]
+            offsets = moves[:, 0] - tables.ctypes.data
+            mine = (offsets >= 0) & (offsets < tables.nbytes)
+            places = np.unravel_index(offsets[mine] // 8, tables.shape)
+            tables[places] = copy.known[places] = moves[mine, 1]
+            far = np.ravel_multi_index(places, copy.known.shape)
+            out[mine, 0] = copy.far.data_ptr() + 8 * far
         return out
-
-
-def _entries_of(part: Part, moves: I64) -> Sequence[tuple[int, tuple[int, ...]]]:
-    """Which of the moves are of a sequence's entries, and of which."""
-    tables = part.sequence.tables
-    offsets = moves[:, 0] - tables.ctypes.data
-    mine = np.flatnonzero((offsets >= 0) & (offsets < tables.nbytes))
-    places = np.stack(np.unravel_index(offsets[mine] // 8, tables.shape), 1) if len(mine) else ()
-    return [(int(i), tuple(int(p) for p in place)) for i, place in zip(mine, places, strict=True)]

@@ -42,6 +42,8 @@ class Steps:
         self._maps: dict[int, tuple[Any, list[LayerMaps]]] = {}
         self._captured: dict[tuple[Any, ...], _Captured] = {}
         self._encoders: dict[tuple[Any, ...], tuple[Callable[[], None], Changing, Any]] = {}
+        self._side: torch.cuda.Stream | None = None  # that captures are made on
+        self._pools: dict[str, Any] = {}  # where graphs of a kind compute, one after the other
 
     def forget(self) -> None:
         """After a batch that broke off: tables on the device may be half brought up to date."""
@@ -49,7 +51,7 @@ class Steps:
 
     def close(self) -> None:
         """Give back what batches left."""
-        for held in (self._maps, self._captured, self._encoders):
+        for held in (self._maps, self._captured, self._encoders, self._pools):
             held.clear()
         self._tables.forget()
 
@@ -87,7 +89,7 @@ class Steps:
         else:
             batch = self._batch(step)
             logits = forward(step, batch)
-            replay = self._capture(lambda: forward(step, batch))
+            replay = self._capture(lambda: forward(step, batch), "decoding")
             if replay is not None:
                 kept = (graph, step.formats, step.memory)
                 self._captured[key] = _Captured(replay[0], batch, replay[1], kept)
@@ -95,19 +97,42 @@ class Steps:
             self._encode(step, batch)
         return logits, batch
 
-    def _capture(self, launch: Callable[[], Any]) -> tuple[Callable[[], None], Any] | None:
-        """What runs `launch` again, and its result's memory; None: there are no graphs."""
+    def _capture(
+        self, launch: Callable[[], Any], kind: str
+    ) -> tuple[Callable[[], None], Any] | None:
+        """What runs `launch` again, and its result's memory; None: there are no graphs.
+
+        Graphs of a kind share their memory: what one gives is read before the next is replayed. A
+        page is encoded before a step's logits are read, and so elsewhere.
+        """
         if not self.graphs:
             return None
         try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                result = launch()
+            result, graph = self._recorded(launch, self._pools.get(kind))
+            self._pools.setdefault(kind, graph.pool())
         except RuntimeError as error:
+            if error.__context__ is not None and not isinstance(error.__context__, RuntimeError):
+                raise error.__context__ from None  # an interrupt, at which the capture failed
             self.graphs = False
-            log.warning("decoding goes on without CUDA graphs, and slower: %s", error)
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            log.warning("decoding goes on without CUDA graphs, and slower: %s", reason)
             return None
         return graph.replay, result
+
+    def _recorded(self, launch: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
+        """The result of `launch`, which does not run now, and its graph."""
+        graph = torch.cuda.CUDAGraph()
+        if self._side is None:  # torch's own is of the device that was the first to capture
+            self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        now = torch.cuda.current_stream(self._device)
+        # torch stays on the other stream where the end of a capture fails; another thread's use of
+        # the GPU is no reason to fail
+        with (
+            torch.cuda.stream(now),
+            torch.cuda.graph(graph, pool, self._side, capture_error_mode="thread_local"),
+        ):
+            result = launch()
+        return result, graph
 
     def _encode(self, step: Step, batch: CudaAttention) -> None:
         """Encode the pages that a decoding step filled."""
@@ -130,6 +155,6 @@ class Steps:
                 batch.encode(layer, [changing.far["moves"][s] for s in sides])
 
         launch()
-        captured = self._capture(launch)
+        captured = self._capture(launch, "encoding")
         if captured is not None:
             self._encoders[key] = captured[0], changing, (batch, step.formats, step.memory)

@@ -180,10 +180,10 @@ class Model:
 
     def close(self) -> None:
         """Give the memory back; the model is of no more use."""
-        if self._dev is not None:
-            self._dev.close()
-        self._dev = None
-        self._graph = self._store = None
+        dev, self._dev = self._dev, None
+        self._graph = self._store = None  # their memory is the backend's to give back
+        if dev is not None:
+            dev.close()
         self._file.close()
 
     # running
@@ -211,9 +211,7 @@ class Model:
         sampler: Sampler,
         cancelled: Callable[[], bool] | None = None,
     ) -> int:
-        """Read tokens of a sequence as `step` does, and draw the one that follows, on the device
-        where the backend can.
-        """
+        """Read tokens of a sequence as `step` does, and draw the next, on the device if it can."""
         last = np.array([len(batch[1]) - 1], np.int32)
         if not self.dev.chooses:
             return sampler.sample(self.step([batch], last, cancelled)[0])
@@ -375,7 +373,9 @@ class Model:
     def _another_store(self, cache: CacheConfig, n_ctx: int) -> Store:
         """A second cache for the same weights, its kernels ready."""
         shapes, store = self._graph.shapes, self._new_store(cache, n_ctx)
-        self._check_memory(n_ctx, lambda n: self.store.estimate(n) + store.estimate(n))
+        if self.dev.free_bytes() is None:  # else what is loaded does not count as free any more
+            self._check_memory(n_ctx, lambda n: self.store.estimate(n) + store.estimate(n))
+        store.memory.reserve(store.estimate(n_ctx))
         self.dev.prepare(shapes, store.formats)
         return store
 

@@ -220,7 +220,7 @@ PAGE_WIDTH_K, PAGE_WIDTH_V, PAGE_SLICE_K, PAGE_SLICE_V,
         tl.store(stats + place * 2 + 1, total, real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_queries"])
 def attend_prompt(
     pool, records, q, q_pages, out, out_pages,
     extra_k, extra_v, extra_k_stride, extra_v_stride, n_queries, n_kv, window, scale,

@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from pykv.kernels.jit_triton import device, is_interpreted
+from pykv.kernels.jit_triton import FUSED, device, is_interpreted
 
 LEAST, MOST = 1024, 1 << 16  # values of a program, on a GPU and in the interpreter
 
@@ -83,7 +83,7 @@ def elementwise(
     tl.store(out + i, what(a, b, factor), i < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def normalise(
     x, weight, add, out, n_rows, n, eps,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
@@ -115,6 +115,7 @@ def rms_norm(x: Any, weight: Any, out: Any, eps: float, add: Any = None) -> None
     normalise[(triton.cdiv(n_rows, rows),)](
         x, weight, x if add is None else add, out, n_rows, n, eps,
         ROWS=rows, WIDTH=width, ADD=add is not None, num_warps=min(8, max(1, width * rows // 256)),
+        **FUSED,
     )  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def _each(what: Any, x: Any, y: Any, out: Any, factor: float = 0.0) -> None:
     paired = y is not None
     elementwise[(triton.cdiv(n, block),)](
         x, y if paired else x, out, n, y.numel() if paired else n, factor,
-        BLOCK=block, PAIRED=paired, what=what,
+        BLOCK=block, PAIRED=paired, what=what, **FUSED,
     )  # fmt: skip
 
 

@@ -206,7 +206,7 @@ def put_plain(
 def gather_tails(pool: Any, moves: Any, out: Any, side: str, tail: str, d: int) -> None:
     """The tail pages of moves i64 [n, 2] as out f32 [n, 64, d], for a transform to be applied."""
     fixed = {"KEYS": side == "key", "TAIL": launch_triton.module(tail).level, "D": d}
-    gather_pages[len(moves), (d + 31) // 32](pool, moves, out, **fixed)
+    gather_pages[len(moves), (d + 31) // 32](pool, moves, out, **fixed, enable_fp_fusion=False)
 
 
 def encode(
@@ -222,8 +222,9 @@ def encode(
     own = launch_triton.module(name)
     if own.KEY_AXIS == "plain":
         put_plain[len(moves), (d + 31) // 32](
-            pool, moves, rows, KEYS=side == "key", D=d, TYPE=own.level, LIMIT=find(name).page_limit
-        )
+            pool, moves, rows, KEYS=side == "key", D=d, TYPE=own.level, LIMIT=find(name).page_limit,
+            enable_fp_fusion=False,
+        )  # fmt: skip
         return
     fixed = launch_triton.encoder(name, side, d, tail, rows is not None)
     encode_pages[len(moves),](

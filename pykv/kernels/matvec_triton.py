@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from pykv.kernels.elementwise_triton import ACTIVATIONS
-from pykv.kernels.jit_triton import device, is_interpreted
+from pykv.kernels.jit_triton import FUSED, device, is_interpreted
 from pykv.kernels.launch_triton import SURE_ROWS, gated_product, panel_sizes, product
 
 
@@ -224,7 +224,7 @@ def matvec_gated(
         put(out, out, total, number, i, n_rows, n_out, TILE, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "n"])
 def decode_rows(
     w, numbers, first, out, flag, table, n, n_in,
     ROWS: tl.constexpr, SIZES: tl.constexpr, LISTED: tl.constexpr, CHECKED: tl.constexpr,
@@ -283,7 +283,7 @@ def products(
         x, norm_weight, outs[0] if add is None else add, *(w.data for w in three),
         *[*outs, outs[0], outs[0]][:3], *(w.table for w in three), *(w.n_out for w in three),
         weights[0].n_in, rows, eps,
-        ADD=add is not None, NORM=norm is not None, **fixed,
+        ADD=add is not None, NORM=norm is not None, **fixed, **FUSED,
     )  # fmt: skip
 
 
@@ -306,7 +306,7 @@ def gated(
     grid = (triton.cdiv(gate.n_out, fixed["TILE"][0]), triton.cdiv(rows, fixed["TILE"][2]))
     matvec_gated[grid](
         x, norm_weight, out, gate.data, up.data, gate.table, up.table, gate.n_out, gate.n_in, rows,
-        eps, NORM=norm is not None, act=ACTIVATIONS[act], **fixed,
+        eps, NORM=norm is not None, act=ACTIVATIONS[act], **fixed, **FUSED,
     )  # fmt: skip
 
 
@@ -322,4 +322,5 @@ def panel(weight: Any, out: Any, rows: Any = None, first: int = 0, flag: Any = N
     decode_rows[grid](
         weight.data, out if rows is None else rows, first, out, out if flag is None else flag,
         weight.table, n, n_in, LISTED=rows is not None, CHECKED=flag is not None, **fixed,
+        **FUSED,
     )  # fmt: skip

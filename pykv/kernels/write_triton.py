@@ -16,7 +16,7 @@ import triton.language as tl
 from pykv.formats.coded import find
 from pykv.kernels.attention_triton import RECORD, entry_of
 from pykv.kernels.elementwise_triton import rows_at_once
-from pykv.kernels.jit_triton import device, is_interpreted
+from pykv.kernels.jit_triton import FUSED, device, is_interpreted
 from pykv.kernels.launch_triton import module, upto
 from pykv.kernels.plain_triton import ALIGN, PAGE
 from pykv.kernels.position_triton import partner
@@ -115,7 +115,7 @@ def write_lines(
     tl.store(to, narrow(values, TAIL_V), real[:, None] & (c < (D_V + 31) // 32 * 32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_lines"])
 def turn_heads(
     x, cos, sin, n_lines, heads,
     LINES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, N_ROT: tl.constexpr,
@@ -175,6 +175,7 @@ def rope(x: Any, cos: Any, sin: Any, n_rot: int, neox: bool) -> None:
     turn_heads[(triton.cdiv(n_rows * heads, lines),)](
         x, cos, sin, n_rows * heads, heads,
         LINES=lines, D=d, WIDTH=width, N_ROT=n_rot, NEOX=neox, num_warps=warps(lines * width),
+        **FUSED,
     )  # fmt: skip
 
 
@@ -216,5 +217,5 @@ def _write(
         programs += triton.cdiv(n_rows * q.shape[1], lines)
     write_tail[(programs,)](
         pool, records, rows, q, k, v, cos, sin, flags, n_rows, q.shape[1], heads,
-        Q_ROT=q_rot, K_ROT=k_rot, NEOX=neox, **tail(d_k, d_v, tails, lines),
+        Q_ROT=q_rot, K_ROT=k_rot, NEOX=neox, **tail(d_k, d_v, tails, lines), **FUSED,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from verbs import Run, U, plain_step, result, source, values_of  # noqa: E402
 
 from pykv.backends import cuda, reference  # noqa: E402
 from pykv.backends.base import CacheFormats, LayerShape  # noqa: E402
+from pykv.backends.cuda_attention import CudaAttention  # noqa: E402
 from pykv.config import CacheConfig  # noqa: E402
 from pykv.errors import CancelledError, NumericsError, UnsupportedError  # noqa: E402
 
@@ -166,3 +167,23 @@ def test_a_run_that_breaks_off_leaves_the_backend_usable():
     run.store.free(run.sequence)
     run.sequence = run.store.new_sequence()
     np.testing.assert_array_equal(run.read(TOKENS[:5]), first)
+
+
+def test_rows_of_next_to_nothing_stay_finite():
+    x = np.full((9, 96), 2.0**-120, np.float32)
+    verbs = Verbs(source("f32", normal(50, 96)))
+    y = verbs.result(lambda d, _, x: d.linear(x, verbs.weights[0]), x)
+    assert np.abs(y).max() < 1e-30
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_mapped_row_does_not_depend_on_those_beside_it(heads):
+    attention = object.__new__(CudaAttention)
+    attention._deterministic = True
+    x, matrix = torch.from_numpy(normal(19, 4, 96)), torch.from_numpy(normal(heads, 96, 40))
+    turned = attention._turned(x, matrix)
+    exact = np.einsum("tghd,gdr->tghr", x.double().reshape(19, heads, -1, 96), matrix.double())
+    np.testing.assert_allclose(turned, exact.reshape(19, 4, 40), rtol=0, atol=1e-3)
+    for first, count in ((0, 1), (7, 9), (18, 1)):
+        part = slice(first, first + count)
+        np.testing.assert_array_equal(attention._turned(x[part], matrix), turned[part])

@@ -25,8 +25,8 @@ def replays(monkeypatch):
     """Graphs are imitated: launches run again, with the step of their capture; counts replays."""
     counts = []
 
-    def capture(self, launch):
-        encodes = "_encode" in launch.__qualname__
+    def capture(self, launch, kind):
+        encodes = kind == "encoding"
         # a capture does not run; what encodes must not run twice, the rest may
         result = None if encodes else launch()
 
@@ -75,7 +75,7 @@ def test_replays_give_the_launches_logits(replays, config, sizes, other):
     """Pages become full on the way, and tables are those of the sequence that is on."""
     n_prompt = 68 - 3  # the page after the sinks is full three tokens later
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Steps, "_capture", lambda self, launch: None)
+        patch.setattr(Steps, "_capture", lambda self, launch, kind: None)
         expected = logits(n_prompt, sizes, config, other)
     replayed = logits(n_prompt, sizes, config, other)
     assert replays.count(False) >= len(sizes) * (1 + (other > 0)) - 2
@@ -87,10 +87,44 @@ def test_without_graphs_it_goes_on_and_says_so(caplog):
 
     class Broken:
         def __init__(self):
-            raise RuntimeError("no graphs here")
+            raise RuntimeError("no graphs here\nand a page about why")
 
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, "pykv"):
         patch.setattr(torch.cuda, "CUDAGraph", Broken)
-        assert steps._capture(lambda: None) is None
+        assert steps._capture(lambda: None, "decoding") is None
     assert not steps.graphs
     assert "goes on without CUDA graphs, and slower: no graphs here" in caplog.text
+
+
+class Capture:
+    """Stands for torch.cuda.graph: what is launched in it fails, or its end does."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        raise RuntimeError("the capture is broken")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug"), None])
+def test_an_interrupt_during_a_capture_is_not_taken_for_its_failure(error, monkeypatch):
+    steps = Steps(torch.device("cpu"), False, True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+
+    def launch():
+        if error is not None:
+            raise error
+
+    if error is None:
+        assert steps._capture(launch, "decoding") is None
+        assert not steps.graphs
+    else:
+        with pytest.raises(type(error)):
+            steps._capture(launch, "decoding")
+        assert steps.graphs

@@ -106,6 +106,6 @@ class TestGpu:
     def test_what_does_not_fit_is_said_with_the_numbers(self, gpu, monkeypatch):
         from pykv.backends import cuda
 
-        monkeypatch.setattr(cuda.CudaBackend, "free_bytes", lambda self: 300 << 20)
-        with pytest.raises(OutOfMemoryError, match=r"300 MiB of GPU memory .*--ctx-size \d+ would"):
+        monkeypatch.setattr(cuda.CudaBackend, "free_bytes", lambda self: 400 << 20)
+        with pytest.raises(OutOfMemoryError, match=r"400 MiB of GPU memory .*--ctx-size \d+ would"):
             gpu(ctx_size=10**6)
