@@ -17,8 +17,8 @@ from benchmarks.report import ROOT
 PROCESSES = 8  # compiling takes most of the time
 # warnings of another torch are no errors here, and nothing is written to the repository
 PYTEST = (
-    sys.executable, "-u", "-m", "pytest", "tests/gpu", "-m", "gpu and not models", "-q", "-W", "default",
-    "-p", "no:cacheprovider", "-p", "no:randomly",
+    sys.executable, "-u", "-m", "pytest", "tests/gpu", "-m", "gpu and not models", "-q",
+    "-W", "default", "-p", "no:cacheprovider", "-p", "no:randomly",
 )  # fmt: skip
 RESULT = re.compile(r"^(?:\S*/)?tests/gpu/\S+::.* (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/gpu/\S+.*)$", re.MULTILINE)
@@ -50,7 +50,7 @@ class Suite:
         ]  # fmt: skip
 
     def result(self, limit: float) -> tuple[bool | None, str]:
-        """Whether all passed, None where that is not known, and a sentence; ends what still runs."""
+        """Whether all passed, None where that is not known, and a sentence; ends what runs on."""
         if not self._running:
             return None, f"**not run**: {self._why}"
         in_time = _wait(self._running, limit)
