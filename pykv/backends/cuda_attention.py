@@ -23,6 +23,7 @@ from pykv.kernels import attention_triton, encode_triton, launch_triton, write_t
 MOST_ROWS = 8  # that decoding takes at a time
 LINES = 64  # query heads x queries of a prompt's program
 PROGRAMS = 512  # about so many fill a GPU
+LEAST_SHARED = 64 << 10  # bytes that every GPU has for a block
 
 
 def upto(n: int) -> int:
@@ -38,6 +39,14 @@ def chunks_for(n_ctx: int) -> int:
 def sums_bytes(shape: LayerShape, rows: int, n_ctx: int) -> int:
     """Of partial sums and their statistics, where pages are mapped."""
     return rows * shape.n_head * chunks_for(n_ctx) * (2 * upto(shape.d_v) + 2) * 4
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block of threads can have."""
+    if device.type != "cuda":
+        return LEAST_SHARED
+    found = torch.cuda.get_device_properties(device)
+    return int(getattr(found, "shared_memory_per_block_optin", 0) or LEAST_SHARED)
 
 
 class LayerMaps:
@@ -64,6 +73,12 @@ class LayerMaps:
             types, (shape.d_k, shape.d_v), (maps.d_k, maps.d_v), self.mapped, tails,
             launch_triton.operand(types + tails),
         ) | {"ENCODED": not formats.exact}  # fmt: skip
+        size = self.fixed["OPERAND"].primitive_bitwidth // 8
+        room = _shared_bytes(device)
+        self.of_rows, self.of_prompts = (
+            launch_triton.options((shape.d_k, shape.d_v), prompt, room, size)
+            for prompt in (False, True)
+        )
         page_d = maps.d_v if self.mapped else None
         self.combination = launch_triton.combination(shape.n_head, shape.d_v, page_d)
         self.size = launch_triton.sums(shape.d_v, page_d)
@@ -223,7 +238,7 @@ class CudaAttention:
             maps.extra_k.shape[1], maps.extra_v.shape[1], shape.n_kv, self._chunks,
             scale * math.log2(math.e), *turns, GROUP=group,
             TILE=max(launch_triton.LEAST_DOT, launch_triton.upto(group)),
-            SPLITS=min(splits, self._chunks), **fixed,
+            SPLITS=min(splits, self._chunks), **fixed, **maps.of_rows,
         )  # fmt: skip
         pages = (
             torch.empty(len(q), shape.n_head, maps.d_v, device=self._device) if maps.mapped else out
@@ -252,7 +267,8 @@ class CudaAttention:
             out[part], pages, maps.extra_k, maps.extra_v, maps.extra_k.shape[1],
             maps.extra_v.shape[1], count, shape.n_kv, shape.window, scale * math.log2(math.e),
             *turns, GROUP=group, QUERIES=at_once,
-            LINES=max(launch_triton.LEAST_DOT, launch_triton.upto(at_once * group)), **fixed,
+            LINES=max(launch_triton.LEAST_DOT, launch_triton.upto(at_once * group)),
+            **fixed, **maps.of_prompts,
         )  # fmt: skip
         if maps.mapped:
             out[part] += self._back(layer, pages)
@@ -280,10 +296,10 @@ class CudaAttention:
             if matrix is not None or name in launch_triton.FLOATS:
                 rows = torch.empty(len(moves), PAGE, d, device=self._device)
                 encode_triton.gather_tails(self._pool, moves, rows, side, tail, d)
-            if matrix is not None:
-                by_head = rows.reshape(-1, shape.n_kv, PAGE, d)
-                rows = torch.matmul(by_head, matrix).reshape(len(moves), PAGE, -1)
-                d = rows.shape[2]
+                if matrix is not None:
+                    by_head = rows.reshape(-1, shape.n_kv, PAGE, d)
+                    rows = torch.matmul(by_head, matrix).reshape(len(moves), PAGE, -1)
+                    d = rows.shape[2]
             encode_triton.encode(self._pool, moves, extra, name, side, d, shape.n_kv, tail, rows)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import triton.language as tl
 
 from pykv.formats.coded import CodedFormat, find
+from pykv.kernels.jit_triton import is_interpreted
 
 FLOATS = ("f16", "bf16", "f32")  # types whose pages hold the values themselves
 LEAST_DOT = 16  # what tl.dot takes of every axis, at least
@@ -224,7 +225,10 @@ def operand(types: tuple[str, ...]) -> Any:
     """What tiles of these types, pages' and tails', are multiplied in."""
     if "f32" in types:
         return tl.float32
-    return tl.bfloat16 if "bf16" in types else tl.float16
+    if "bf16" in types:
+        # the interpreter multiplies bfloat16 as if it were whole numbers
+        return tl.float32 if is_interpreted() else tl.bfloat16
+    return tl.float16
 
 
 def extra(name: str, measured: Any) -> Any:

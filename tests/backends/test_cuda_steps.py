@@ -67,8 +67,8 @@ def logits(n_prompt, sizes, config, other=0):
 @pytest.mark.parametrize(
     ("config", "sizes", "other"),
     [
-        (CacheConfig("q4_0", "kivi2", residual=0), [1] * 6, 1),
-        (CacheConfig("f16", "q8_0", transform_v="random", residual=0), [2, 1, 2], 0),
+        (CacheConfig("q4_0", "kivi2", residual=0), [1] * 4, 1),
+        (CacheConfig("f16", "q8_0", transform_v="random", residual=0), [2, 2], 0),
     ],
 )
 def test_replays_give_the_launches_logits(replays, config, sizes, other):

@@ -197,7 +197,7 @@ class TestMeasure:
         assert [f.samples_ns for f in found] == [(1000, 1000)] * 2
 
     @pytest.mark.parametrize("depth", [0, 70])
-    @pytest.mark.parametrize("types", [("f16", "f16"), ("f32", "bf16")])
+    @pytest.mark.parametrize("types", [("f16", "f16"), ("f32", "f16")])
     def test_bytes_are_those_of_the_store(self, load, depth, types):
         model = load(cache=CacheConfig(type_k=types[0], type_v=types[1]))
         prompt, decode = bench.measure(model, bench.cases([100], [80], [depth]), 1, 10_000)
