@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 
-# Triton's functions run in its interpreter, on CPU tensors; it looks when it is first imported
-os.environ["TRITON_INTERPRET"] = "1"
-
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_configure(config):
+    """Triton's functions run in its interpreter, on CPU tensors, but where a GPU is asked for.
+
+    It looks when it is first imported.
+    """
+    expression = config.option.markexpr
+    if "gpu" not in expression or "not gpu" in expression:
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def _model(name: str) -> Path:

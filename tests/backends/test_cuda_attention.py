@@ -34,12 +34,10 @@ def float32(monkeypatch):
     monkeypatch.setattr(launch_triton, "operand", lambda types: exact)
 
 
-@pytest.mark.parametrize(("formats", "d_k", "d_v", "group", "sinks", "residual"), CASES)
-def test_prompts_tokens_forks_and_windows(formats, d_k, d_v, group, sinks, residual):
-    shapes = [LayerShape(2 * group, 2, d_k, d_v), LayerShape(group, 1, d_k, d_v, window=77)]
-    o = oracle_of(cuda.create(device="cpu"), formats, shapes, sinks, residual, seed=d_k)
+def conversation(o, more=0):
+    """A prompt, single tokens, several sequences in a batch, a fork, and back to an earlier end."""
     a, b = o.new(), o.new()
-    o.write({a: o.tokens(75 + residual)})
+    o.write({a: o.tokens(75 + more)})
     o.write({a: o.tokens(1)})
     o.write({a: o.tokens(60), b: o.tokens(12)})
     c = o.fork(a)
@@ -51,3 +49,10 @@ def test_prompts_tokens_forks_and_windows(formats, d_k, d_v, group, sinks, resid
     o.write({c: o.tokens(1)})
     o.check()
     assert o.ever == encoded_sides(o)
+
+
+@pytest.mark.parametrize(("formats", "d_k", "d_v", "group", "sinks", "residual"), CASES)
+def test_prompts_tokens_forks_and_windows(formats, d_k, d_v, group, sinks, residual):
+    shapes = [LayerShape(2 * group, 2, d_k, d_v), LayerShape(group, 1, d_k, d_v, window=77)]
+    o = oracle_of(cuda.create(device="cpu"), formats, shapes, sinks, residual, seed=d_k)
+    conversation(o, residual)

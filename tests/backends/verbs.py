@@ -68,7 +68,8 @@ def feed(backend, x):
     if backend.name == "reference":
         return np.array(x, np.float32)
     if backend.name == "cuda":
-        return importlib.import_module("torch").from_numpy(np.array(x, np.float32))
+        tensor = importlib.import_module("torch").from_numpy(np.array(x, np.float32))
+        return tensor.to(backend._device)
     buffer = backend.buffer(*x.shape)
     buffer.array[...] = x
     return buffer

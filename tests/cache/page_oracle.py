@@ -54,6 +54,31 @@ class Formats(NamedTuple):
         )
 
 
+# exact pages, encoded ones, and one side of each; then codes
+FORMATS = [
+    Formats("f16", "f16"),
+    Formats("f32", "bf16"),
+    Formats("f16", "f16", "f32"),
+    Formats("f32", "f32", "f16"),
+    Formats("bf16", "f16", "f16"),
+    Formats("f16", "bf16", "f16"),
+    Formats("q8_0", "q5_1"),
+    Formats("kivi3", "f16"),
+    Formats("f16", "f16", None, "random", "none"),
+    Formats("int8", "kivi2", "f32", "random", "none"),
+    Formats("q4_0", "fp8_e4m3", "bf16", "none", "random"),
+    Formats("f16", "tq3", override="0=k:q5_0,v:kivi2;2=k:iq4_nl"),
+    Formats("kivi4", "q4_1", override="1=k:f16,v:f16"),
+    Formats("fp8_e5m2", "tq4", override="0-1=v:int8"),
+    Formats("kivi3", "fp8_e4m3", position="read", calibrated=True),
+    Formats("f16", "q8_0", None, "none", "lowrank:2", position="read", calibrated=True),
+    Formats("q5_0", "kivi4", "f32", "lowrank:3", calibrated=True),
+    Formats("nuq4:outliers=1%", "nuq3", calibrated=True),
+    Formats("nuq2", "nuq4:outliers=3%", "f32", "auto", "random", calibrated=True),
+]
+ENCODED = FORMATS[2:]
+
+
 def coded(format_):
     """Whether its pages hold codes."""
     return hasattr(format_, "bits")

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from store_oracle import ENCODED, FORMATS, SHAPES, fill, oracle
+from page_oracle import ENCODED, FORMATS
+from store_oracle import SHAPES, fill, oracle
 
 from pykv.backends.base import PAGE, LayerShape
 from pykv.cache import pages
