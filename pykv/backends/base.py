@@ -270,6 +270,10 @@ class Backend(ABC):
         return 0
 
     @abstractmethod
+    def array(self, x: F32) -> Array:
+        """An array as the backend's own."""
+
+    @abstractmethod
     def embed(self, weight: Any, step: Step) -> Array:
         """The batch's tokens' rows of `weight`: [T, E]."""
 

@@ -222,6 +222,11 @@ class CpuBackend(Backend):
 
     # verbs
 
+    def array(self, x: F32) -> Array:  # noqa: D102
+        buffer = self.buffer(*x.shape)
+        buffer.array[...] = x
+        return buffer
+
     def embed(self, weight: Weight, step: Step) -> Array:  # noqa: D102
         out = self.buffer(step.n_rows, weight.width)
         self._panel(weight, weight.address, step.tokens, out, step.n_rows)

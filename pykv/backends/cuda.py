@@ -241,6 +241,9 @@ class CudaBackend(Backend):
 
     # verbs
 
+    def array(self, x: F32) -> Array:  # noqa: D102
+        return torch.from_numpy(np.array(x, np.float32)).to(self._device)
+
     def embed(self, weight: Weight, step: Step) -> Array:  # noqa: D102
         out = self._empty(step.n_rows, weight.n_in)
         matvec_triton.panel(weight, out, rows=self._now.changing.far["tokens"])

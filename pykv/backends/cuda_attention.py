@@ -112,6 +112,7 @@ class CudaAttention:
         arrays: dict[str, Any] = {
             "tokens": step.tokens, "positions": step.positions, "outputs": step.outputs,
             "records": step.records, "flags": np.zeros((len(step.shapes), 4), np.int64),
+            "rows": np.arange(step.n_rows, dtype=np.int32),
             **{f"rows{i}": r.rows for i, r in enumerate(step.rounds)},
         }  # fmt: skip
         self.changing = Changing(device, arrays)
@@ -152,26 +153,20 @@ class CudaAttention:
         records, flags = (self.changing.far[name][layer] for name in ("records", "flags"))
         tails, at_read = (formats.tail_k, formats.tail_v), formats.position == "read"
         cos, sin, n_rot, neox = self._angles(rope)
-        rounds = self.step.rounds
-        if len(rounds) == 1:  # all rows at once
-            rows = self.changing.far["rows0"]
-            write_triton.rope_write(
-                self._pool, records, rows, q, k, v, cos, sin, flags, tails, n_rot, neox, not at_read
-            )
-        elif cos is not None:
-            for x in (q,) if at_read else (q, k):
-                write_triton.rope(x, cos, sin, n_rot, neox)
+        # later rounds' tokens lie in tail pages of their own, and no query sees what follows it
+        write_triton.rope_write(
+            self._pool, records, self.changing.far["rows"], q, k, v, cos, sin, flags, tails,
+            n_rot, neox, not at_read,
+        )  # fmt: skip
         q_pages = self._turned(q, self._maps[layer].matrix_k)
         out = self._empty(len(q), shape.n_head * shape.d_v)
         turns = self._read_angles(rope) if at_read else (self._blank,) * 4
         fixed = self._maps[layer].fixed
         fixed = fixed | {"N_ROT": n_rot if at_read else 0, "NEOX": neox}
         few = len(q) <= MOST_ROWS or self._deterministic
-        for number, round_ in enumerate(rounds):
-            rows = self.changing.far[f"rows{number}"]
-            if len(rounds) > 1:
-                write_triton.write(self._pool, records, rows, k, v, flags, tails)
+        for number, round_ in enumerate(self.step.rounds):
             if few:
+                rows = self.changing.far[f"rows{number}"]
                 for first in range(0, len(rows), MOST_ROWS):
                     part = rows[first : first + MOST_ROWS]
                     self._attend_rows(layer, part, q, q_pages, out, turns, scale, fixed)

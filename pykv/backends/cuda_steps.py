@@ -1,8 +1,9 @@
 """Running batches on the GPU: a prompt's launches one by one, a decoding step's as a CUDA graph.
 
-A step is run once as it is, which compiles what it needs, and then captured; later steps of as many
-rows are replayed. Pages that it fills are encoded after it, which is a graph of its own. Where
-graphs cannot be had the same launches are made each time.
+When a step is first met its launches are made one by one, which compiles what it needs; when as many
+rows come again they are captured as well, and replayed from then on. Pages that a step fills are
+encoded after it, which is a graph of its own. Where graphs cannot be had the same launches are made
+each time.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Steps:
         self._maps: dict[int, tuple[Any, list[LayerMaps]]] = {}
         self._captured: dict[tuple[Any, ...], _Captured] = {}
         self._encoders: dict[tuple[Any, ...], tuple[Callable[[], None], Changing, Any]] = {}
+        self._met: set[tuple[Any, ...]] = set()  # steps and encoders that ran once
         self._side: torch.cuda.Stream | None = None  # that captures are made on
         self._pools: dict[str, Any] = {}  # where graphs of a kind compute, one after the other
 
@@ -51,7 +53,7 @@ class Steps:
 
     def close(self) -> None:
         """Give back what batches left."""
-        for held in (self._maps, self._captured, self._encoders, self._pools):
+        for held in (self._maps, self._captured, self._encoders, self._pools, self._met):
             held.clear()
         self._tables.forget()
 
@@ -89,7 +91,7 @@ class Steps:
         else:
             batch = self._batch(step)
             logits = forward(step, batch)
-            replay = self._capture(lambda: forward(step, batch), "decoding")
+            replay = self._capture(key, lambda: forward(step, batch), "decoding")
             if replay is not None:
                 kept = (graph, step.formats, step.memory)
                 self._captured[key] = _Captured(replay[0], batch, replay[1], kept)
@@ -98,14 +100,15 @@ class Steps:
         return logits, batch
 
     def _capture(
-        self, launch: Callable[[], Any], kind: str
+        self, key: tuple[Any, ...], launch: Callable[[], Any], kind: str
     ) -> tuple[Callable[[], None], Any] | None:
-        """What runs `launch` again, and its result's memory; None: there are no graphs.
+        """What runs `launch` again, and its result's memory; None: the key is new, or no graphs.
 
         Graphs of a kind share their memory: what one gives is read before the next is replayed. A
         page is encoded before a step's logits are read, and so elsewhere.
         """
-        if not self.graphs:
+        if not self.graphs or key not in self._met:
+            self._met.add(key)
             return None
         try:
             result, graph = self._recorded(launch, self._pools.get(kind))
@@ -155,6 +158,6 @@ class Steps:
                 batch.encode(layer, [changing.far["moves"][s] for s in sides])
 
         launch()
-        captured = self._capture(launch, "encoding")
+        captured = self._capture(key, launch, "encoding")
         if captured is not None:
             self._encoders[key] = captured[0], changing, (batch, step.formats, step.memory)

@@ -77,6 +77,9 @@ class ReferenceBackend(Backend):
         logits: F32 = graph.forward(step)
         return logits
 
+    def array(self, x: F32) -> F32:  # noqa: D102
+        return np.array(x, np.float32)
+
     def embed(self, weight: F32, step: Step) -> F32:  # noqa: D102
         return weight[step.tokens]
 

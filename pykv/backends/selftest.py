@@ -1,8 +1,8 @@
-"""One run of the CPU's attention over coded pages against the reference backend's, at load.
+"""One run of a backend's attention over coded pages against the reference backend's, at load.
 
-Both read the same pages: a sequence is filled by the CPU's kernels and forked, and each backend
-goes on with a fork of its own, first by a few tokens, then by a short prompt. So row kernels,
-prompt kernels and encoders each show in some of the outputs.
+A sequence is filled by the backend's kernels, and both go on with a fork of it, first by a few
+tokens, then by a short prompt. So row kernels, prompt kernels and encoders each show in some of the
+outputs. Where the reference cannot read the pages, as on a GPU, it fills a cache of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pykv.backends.base import (
     Rope,
     Step,
 )
-from pykv.backends.cpu import CpuBackend
 from pykv.backends.threads import BlasThreads
 from pykv.errors import NumericsError
 
@@ -39,6 +38,9 @@ MOST_ERROR = 1e-4
 # between two may differ, which moves one channel of one token by a step: of 2 bits that is 1.3 of a
 # normal key's deviations, a score by about 1.3 / sqrt(d), and an output by 1/128 of that.
 MOST_ENCODED = 2e-2
+# On a GPU tiles are multiplied as float16: queries, keys, weights and values are each off by 2**-11
+# of themselves at most, up and down alike; seen in any format is 5e-4.
+MOST_HALVES = 1e-2
 
 
 class Cache(Protocol):
@@ -60,17 +62,10 @@ class _Attention:
 
     def forward(self, step: Step) -> Array:
         """The attention's output, [T, H * D]."""
-        q, k, v = (self._own(x[step.positions]) for x in self._numbers)
+        q, k, v = (self.dev.array(x[step.positions]) for x in self._numbers)
         return self.dev.attention(
             step, 0, q, k, v, self._rope, float(self._numbers[1].shape[2] ** -0.5)
         )
-
-    def _own(self, x: F32) -> Array:
-        if not isinstance(self.dev, CpuBackend):
-            return x
-        buffer = self.dev.buffer(*x.shape)
-        buffer.array[...] = x
-        return buffer
 
     def run(self, cache: Cache, sequence: int, count: int) -> F32:
         """Outputs of the next `count` tokens of a sequence, f32 [count, H * D]."""
@@ -101,35 +96,47 @@ def one_head(shape: LayerShape) -> LayerShape:
     return LayerShape(shape.n_head // shape.n_kv, 1, shape.d_k, shape.d_v)
 
 
-def check(dev: Backend, cache: Cache, shape: LayerShape, formats: CacheFormats) -> None:
+def check(
+    dev: Backend,
+    cache: Cache,
+    shape: LayerShape,
+    formats: CacheFormats,
+    beside: Cache | None = None,
+) -> None:
     """Raise NumericsError where the kernels of these formats disagree with the reference.
 
-    `cache` is empty, has one layer of that shape, and encodes pages as soon as they are full.
+    `cache` is empty, has one layer of that shape, and encodes pages as soon as they are full;
+    `beside` is another such, in the process's own memory, if `cache` is not.
     """
     filled = cache.sinks + 2 * PAGE - ROWS // 2  # the middle of the few tokens fills a page
     numbers = _numbers(shape, filled + ROWS + PROMPT)
     # keys that are turned when they are written would not be the same bits in both tails
     rope = _rope(shape) if formats.position == "read" else None
     ours, theirs = (_Attention(d, rope, numbers) for d in (dev, reference.create()))
-    sequence = cache.new_sequence()
+    sequence, start = cache.new_sequence(), 0
     ours.run(cache, sequence, filled)
+    if beside is not None:
+        start = beside.new_sequence()
+        theirs.run(beside, start, filled)
     for count in (ROWS, PROMPT):
-        other = cache.fork(sequence)
+        other = start if beside is not None else cache.fork(sequence)
         got = ours.run(cache, sequence, count).reshape(count, shape.n_head, -1)
         with BlasThreads().one():  # a second one costs these small products more than it gives
-            expected = theirs.run(cache, other, count).reshape(got.shape)
+            expected = theirs.run(beside or cache, other, count).reshape(got.shape)
         most = np.full((count, 1), MOST_ERROR)
         if count == ROWS:
             most[ROWS // 2 :] = MOST_ENCODED
+        if beside is not None:  # each has encoded every page by itself
+            most[:] = MOST_ENCODED + MOST_HALVES
         with np.errstate(over="ignore", invalid="ignore"):  # wrong numbers may be of any size
             error = np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
         if not (error <= most).all():  # a NaN is no agreement either
             excess = np.nan_to_num(error / most, nan=np.inf)
             row, head = np.unravel_index(excess.argmax(), excess.shape)
             raise NumericsError(
-                f"the cpu kernels for {formats.page_k} keys and {formats.page_v} values, heads of "
-                f"{shape.d_k} and {shape.d_v}, {shape.n_head} to a KV head, are wrong here: in a "
-                f"test their output is {error[row, head]:.1e} off the reference's, where "
+                f"the {dev.name} kernels for {formats.page_k} keys and {formats.page_v} values, "
+                f"heads of {shape.d_k} and {shape.d_v}, {shape.n_head} to a KV head, are wrong here: "
+                f"in a test their output is {error[row, head]:.1e} off the reference's, where "
                 f"{most[row, 0]:.0e} is allowed; report it as an issue of pykv, and use another "
                 "cache type or --device reference"
             )

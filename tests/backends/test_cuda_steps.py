@@ -25,7 +25,7 @@ def replays(monkeypatch):
     """Graphs are imitated: launches run again, with the step of their capture; counts replays."""
     counts = []
 
-    def capture(self, launch, kind):
+    def capture(self, key, launch, kind):
         encodes = kind == "encoding"
         # a capture does not run; what encodes must not run twice, the rest may
         result = None if encodes else launch()
@@ -75,7 +75,7 @@ def test_replays_give_the_launches_logits(replays, config, sizes, other):
     """Pages become full on the way, and tables are those of the sequence that is on."""
     n_prompt = 68 - 3  # the page after the sinks is full three tokens later
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Steps, "_capture", lambda self, launch, kind: None)
+        patch.setattr(Steps, "_capture", lambda self, key, launch, kind: None)
         expected = logits(n_prompt, sizes, config, other)
     replayed = logits(n_prompt, sizes, config, other)
     assert replays.count(False) >= len(sizes) * (1 + (other > 0)) - 2
@@ -84,6 +84,7 @@ def test_replays_give_the_launches_logits(replays, config, sizes, other):
 
 def test_without_graphs_it_goes_on_and_says_so(caplog):
     steps = Steps(torch.device("cpu"), False, True)
+    steps._met.add(("key",))
 
     class Broken:
         def __init__(self):
@@ -91,7 +92,7 @@ def test_without_graphs_it_goes_on_and_says_so(caplog):
 
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, "pykv"):
         patch.setattr(torch.cuda, "CUDAGraph", Broken)
-        assert steps._capture(lambda: None, "decoding") is None
+        assert steps._capture(("key",), lambda: None, "decoding") is None
     assert not steps.graphs
     assert "goes on without CUDA graphs, and slower: no graphs here" in caplog.text
 
@@ -112,6 +113,7 @@ class Capture:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug"), None])
 def test_an_interrupt_during_a_capture_is_not_taken_for_its_failure(error, monkeypatch):
     steps = Steps(torch.device("cpu"), False, True)
+    steps._met.add(("key",))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
@@ -122,9 +124,19 @@ def test_an_interrupt_during_a_capture_is_not_taken_for_its_failure(error, monke
             raise error
 
     if error is None:
-        assert steps._capture(launch, "decoding") is None
+        assert steps._capture(("key",), launch, "decoding") is None
         assert not steps.graphs
     else:
         with pytest.raises(type(error)):
-            steps._capture(launch, "decoding")
+            steps._capture(("key",), launch, "decoding")
         assert steps.graphs
+
+
+def test_what_is_met_once_is_not_captured(monkeypatch):
+    steps, made = Steps(torch.device("cpu"), False, True), []
+    monkeypatch.setattr(steps, "_recorded", lambda launch, pool: made.append(launch))
+    assert steps._capture(("key",), lambda: None, "decoding") is None
+    assert not made
+    with pytest.raises(TypeError):  # what is recorded here is no graph
+        steps._capture(("key",), lambda: None, "decoding")
+    assert len(made) == 1

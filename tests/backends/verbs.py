@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 
 import gguf
@@ -63,24 +62,12 @@ class Graph:
         self.forward = forward
 
 
-def feed(backend, x):
-    """An array as the backend's own."""
-    if backend.name == "reference":
-        return np.array(x, np.float32)
-    if backend.name == "cuda":
-        tensor = importlib.import_module("torch").from_numpy(np.array(x, np.float32))
-        return tensor.to(backend._device)
-    buffer = backend.buffer(*x.shape)
-    buffer.array[...] = x
-    return buffer
-
-
 def result(backend, verb, *arrays, step=None):
     """What `verb(backend, step, *arrays)` gives, f32."""
     step = step or plain_step(len(arrays[0]))
 
     def forward(step):
-        return verb(backend, step, *(feed(backend, x) for x in arrays))
+        return verb(backend, step, *(backend.array(x) for x in arrays))
 
     return backend.run(Graph(forward), step)
 
