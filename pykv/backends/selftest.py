@@ -135,8 +135,8 @@ def check(
             row, head = np.unravel_index(excess.argmax(), excess.shape)
             raise NumericsError(
                 f"the {dev.name} kernels for {formats.page_k} keys and {formats.page_v} values, "
-                f"heads of {shape.d_k} and {shape.d_v}, {shape.n_head} to a KV head, are wrong here: "
-                f"in a test their output is {error[row, head]:.1e} off the reference's, where "
+                f"heads of {shape.d_k} and {shape.d_v}, {shape.n_head} to a KV head, are wrong "
+                f"here: in a test their output is {error[row, head]:.1e} off the reference's, where "
                 f"{most[row, 0]:.0e} is allowed; report it as an issue of pykv, and use another "
                 "cache type or --device reference"
             )

@@ -63,7 +63,9 @@ def command(
         wanted, text = calibrate.choose(types), read_bytes(file)
         ctx_size = load.ctx_size or _CTX_SIZE
         # a chunk at once: then a layer's keys need not wait for those of the next batch
-        whole = replace(load, ctx_size=ctx_size, batch=ctx_size, ubatch=ctx_size)
+        # only the CPU backend can be listened to
+        device = "cpu" if load.device == "auto" else load.device
+        whole = replace(load, device=device, ctx_size=ctx_size, batch=ctx_size, ubatch=ctx_size)
         with screen.loaded(
             model_option.pick(model), offline=model_option.offline, load=whole, cache=cache
         ) as opened:

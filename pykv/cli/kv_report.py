@@ -86,7 +86,9 @@ def command(
         text, ctx_size = read_bytes(file), load.ctx_size or _CTX_SIZE
 
         # in one batch each layer can be dealt with as soon as it was read
-        whole = replace(load, ctx_size=ctx_size, ubatch=ctx_size, batch=ctx_size)
+        # only the CPU backend can be listened to
+        device = "cpu" if load.device == "auto" else load.device
+        whole = replace(load, device=device, ctx_size=ctx_size, ubatch=ctx_size, batch=ctx_size)
         with screen.loaded(
             model_option.pick(model), offline=model_option.offline, load=whole, cache=cache
         ) as opened:
