@@ -1,9 +1,9 @@
 """Running batches on the GPU: a prompt's launches one by one, a decoding step's as a CUDA graph.
 
 When a step is first met its launches are made one by one, which compiles what it needs; when as
-many rows come again they are captured as well, and replayed from then on. Pages that a step fills are
-encoded after it, which is a graph of its own. Where graphs cannot be had the same launches are made
-each time.
+many rows come again they are captured as well, and replayed from then on. Pages that a step fills
+are encoded after it, which is a graph of its own. Where graphs cannot be had the same launches
+are made each time.
 """
 
 from __future__ import annotations

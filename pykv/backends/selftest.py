@@ -134,9 +134,9 @@ def check(
             excess = np.nan_to_num(error / most, nan=np.inf)
             row, head = np.unravel_index(excess.argmax(), excess.shape)
             raise NumericsError(
-                f"the {dev.name} kernels for {formats.page_k} keys and {formats.page_v} values, "
+                f"the {dev.name} kernels for {formats.page_k} keys, {formats.page_v} values, "
                 f"heads of {shape.d_k} and {shape.d_v}, {shape.n_head} to a KV head, are wrong "
-                f"here: in a test their output is {error[row, head]:.1e} off the reference's, where "
+                f"here: their output in a test is {error[row, head]:.1e} off the reference's, and "
                 f"{most[row, 0]:.0e} is allowed; report it as an issue of pykv, and use another "
                 "cache type or --device reference"
             )
