@@ -252,6 +252,7 @@ class Backend(ABC):
         """
 
     chooses = False  # whether `choose` draws tokens where the logits lie
+    warms_up = False  # whether a step that is met for the first time takes long
 
     def choose(self, graph: Any, step: Step, choice: Choice) -> Chosen:
         """Run a batch with one output, and draw a token after it.  Raises as `run`."""

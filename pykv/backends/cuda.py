@@ -107,7 +107,7 @@ class CudaBackend(Backend):
     ) -> None:
         self._device = device_of(device)
         self._gpu = self._device.type == "cuda"
-        self._deterministic = deterministic
+        self._deterministic, self.warms_up = deterministic, self._gpu
         self._weights: list[Weight] = []
         self._steps = Steps(self._device, deterministic, graphs and self._gpu)
         self._batch: CudaAttention | None = None

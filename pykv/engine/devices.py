@@ -8,12 +8,17 @@ import logging
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pykv.backends.base import Backend
-from pykv.config import LoadConfig
+from pykv.config import LoadConfig, SamplingConfig
 from pykv.engine import hub
 from pykv.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from pykv.engine.model import Model
 
 log = logging.getLogger("pykv")
 
@@ -49,6 +54,22 @@ def backend(config: LoadConfig, n_layer: int, progress: LoadProgress | None) -> 
         settings = {"deterministic": config.deterministic}
     made: Backend = _module(device).create(**settings)
     return made
+
+
+def warm_up(model: Model) -> None:
+    """Decode twice where kernels are compiled, and steps captured, when they are first met.
+
+    So a first answer waits for neither, and buffers are there.
+    """
+    if not model.dev.warms_up or model.n_ctx < 2:
+        return
+    log.info(COMPILING)
+    sequence, greedy = model.store.new_sequence(), model.sampler(SamplingConfig(temperature=0))
+    try:
+        for _ in range(2):
+            model.draw((sequence, np.zeros(1, np.int32)), greedy)
+    finally:
+        model.store.free(sequence)
 
 
 def _wanted(gpu_layers: str, n_layer: int) -> bool | None:

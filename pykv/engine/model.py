@@ -21,7 +21,7 @@ from pykv.cache.store import Store
 from pykv.config import CacheConfig, LoadConfig, SamplingConfig
 from pykv.engine import guard, hub, memory, numbers
 from pykv.engine.chat import Chat, given_template
-from pykv.engine.devices import LoadProgress, backend
+from pykv.engine.devices import LoadProgress, backend, warm_up
 from pykv.engine.divergence import Divergence
 from pykv.engine.logits_file import LogitsReader, LogitsWriter
 from pykv.engine.perplexity import (
@@ -129,15 +129,15 @@ class Model:
         dev.prepare(self._graph.shapes, self.store.formats)
         self.store.memory.reserve(self.store.estimate(self.n_ctx))
         guard.self_test(dev, self.store)
+        warm_up(self)
 
     def _check_memory(self, n_ctx: int, cache_bytes: Callable[[int], int]) -> None:
         """Raise OutOfMemoryError: the model and so large a cache do not fit."""
         if not self.load_config.check_memory:
             return
         own, of_device = self.dev.own_bytes(self._graph.shapes, n_ctx), self.dev.free_bytes()
-        free, what = (
-            (memory.free_bytes(), "memory") if of_device is None else (of_device, "GPU memory")
-        )
+        free = memory.free_bytes() if of_device is None else of_device
+        what = "memory" if of_device is None else "GPU memory"
         scratch = own + memory.batch_bytes(self._graph.h, self.ubatch, self.n_vocab)
         memory.check(
             self._file.file, self._file.nbytes, scratch, n_ctx, cache_bytes, free, what=what

@@ -88,6 +88,23 @@ class TestGpu:
         texts = ["".join(m.generate("the", max_tokens=3)) for m in drawn]
         assert texts[0] == texts[1]
 
+    def test_a_gpu_decodes_twice_while_it_is_loaded(self, gpu, monkeypatch):
+        from pykv.backends import cuda
+
+        kinds, real = [], cuda.CudaBackend.choose
+
+        def choose(self, graph, step, choice):
+            kinds.append((step.n_rows, step.positions.tolist()))
+            return real(self, graph, step, choice)
+
+        monkeypatch.setattr(cuda.CudaBackend, "choose", choose)
+        model = gpu()
+        assert kinds == []
+        model.dev.warms_up = True
+        devices.warm_up(model)
+        assert kinds == [(1, [0]), (1, [1])]
+        assert model.store.nbytes == 0
+
     def test_logits_that_are_no_numbers_end_the_run_and_leave_the_cache(self, gpu, monkeypatch):
         model = gpu()
         session = model.session()
