@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 
 import numpy as np
 import pytest
@@ -335,17 +334,18 @@ def test_extreme_finite_logits_are_fine():
         assert ids[probs.argmax()] == (1 if temperature < 1e300 else 0)
 
 
-def test_a_large_vocabulary_costs_no_sort():
-    n = 262_144
+def test_a_large_vocabulary_costs_no_sort(monkeypatch):
+    n, sizes = 262_144, []
+
+    def counting(real):
+        def run(x, *args, **kwargs):
+            sizes.append(np.asarray(x).size)
+            return real(x, *args, **kwargs)
+
+        return run
+
+    for name in ("sort", "argsort", "partition", "argpartition"):
+        monkeypatch.setattr(np, name, counting(getattr(np, name)))
     logits = np.random.default_rng(0).normal(0, 3, n).astype(np.float32)
-    sampler = Sampler(SamplingConfig(seed=1), {}, n)
-    best, sort = math.inf, math.inf
-    for _ in range(20):
-        t0 = time.perf_counter()
-        sampler.sample(logits)
-        t1 = time.perf_counter()
-        np.argpartition(logits, n - 40)
-        t2 = time.perf_counter()
-        best, sort = min(best, t1 - t0), min(sort, t2 - t1)
-    # measured 0.14 ms against 1.9 ms; a ratio stands a slower or a busy machine
-    assert best < sort / 2
+    Sampler(SamplingConfig(seed=1), {}, n).sample(logits)
+    assert 0 < max(sizes) <= n // 64
