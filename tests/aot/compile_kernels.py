@@ -217,7 +217,10 @@ def spent() -> float:
 
 
 def usage(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes that it spills to memory."""
+    """Registers of a thread, and bytes of its stack frame, which are what it spills to memory.
+
+    LOCAL is what PTX declares, and Triton declares nothing; spills are on the stack only.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -229,7 +232,7 @@ def usage(cubin: bytes) -> dict[str, int]:
         ).stdout
     return {
         "registers": int(re.search(r"REG:(\d+)", said)[1]),
-        "spilled": int(re.search(r"LOCAL:(\d+)", said)[1]),
+        "spilled": int(re.search(r"STACK:(\d+)", said)[1]),
     }
 
 
