@@ -86,7 +86,7 @@ class LayerMaps:
             launch_triton.options(self.fixed, prompt, room, turned, nvidia)
             for prompt in (False, True)
         )
-        self.lines = launch_triton.prompt_lines(self.fixed, turned)
+        self.lines = launch_triton.prompt_lines(self.fixed, room, turned)
         page_d = maps.d_v if self.mapped else None
         self.combination = launch_triton.combination(shape.n_head, shape.d_v, page_d)
         self.size = launch_triton.sums(shape.d_v, page_d)
@@ -253,7 +253,8 @@ class CudaAttention:
             self._pool, records, rows, q, q_pages, partial, stats, maps.extra_k, maps.extra_v,
             maps.extra_k.shape[1], maps.extra_v.shape[1], shape.n_kv, self._chunks, splits,
             scale * math.log2(math.e), *turns, GROUP=group,
-            TILE=max(launch_triton.LEAST_DOT, launch_triton.upto(group)), **fixed, **maps.of_rows, **FUSED,
+            TILE=max(launch_triton.LEAST_DOT, launch_triton.upto(group)), **fixed, **maps.of_rows,
+            **FUSED,
         )  # fmt: skip
         pages = self._empty(len(q), shape.n_head, maps.d_v) if maps.mapped else out
         attention_triton.combine[count, shape.n_head](

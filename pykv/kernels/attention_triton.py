@@ -175,8 +175,8 @@ def attend_rows(
 
     `chunks` is the room for a row; those that it does not see are not written. Row i of the sums is
     that of record rows[i], as in q f32 [records, heads, D_K] and q_pages [records, heads, PAGE_K];
-    `scale` includes log2(e); `splits` is the grid's last size. TILE is GROUP rounded up to what tl.dot takes. ENCODED: whether there
-    are pages, beside sinks and tail.
+    `scale` includes log2(e), `splits` is the grid's last size. TILE is GROUP rounded up to what
+    tl.dot takes. ENCODED: whether there are pages, beside sinks and tail.
     MAPPED: the pages' sums lie behind the others, PAGE_V wide. N_ROT: keys are stored before RoPE,
     which turns so many channels when they are read; 0: as they are to be read. K_OUTLIERS and
     V_OUTLIERS: a page's, and K_PLACES and V_PLACES these rounded up for tl.dot.
@@ -207,8 +207,8 @@ def attend_rows(
             offset_cos, offset_sin, start_cos, start_sin,
             TILE, D_K, D_V, WIDTH_K, WIDTH_V, SLICE_K, SLICE_V, PAGE_K, PAGE_V,
 PAGE_WIDTH_K, PAGE_WIDTH_V, PAGE_SLICE_K, PAGE_SLICE_V,
-            MAPPED, ENCODED, OPERAND, PRECISION, TAIL_K, TAIL_V, K_BITS, K_AXIS, K_PARAMETERS, k_level,
-            V_BITS, V_AXIS, V_PARAMETERS, v_level, N_ROT, NEOX,
+            MAPPED, ENCODED, OPERAND, PRECISION, TAIL_K, TAIL_V, K_BITS, K_AXIS, K_PARAMETERS,
+            k_level, V_BITS, V_AXIS, V_PARAMETERS, v_level, N_ROT, NEOX,
             K_OUTLIERS, K_PLACES, V_OUTLIERS, V_PLACES,
         )  # fmt: skip
         place = (i * heads + h * GROUP + g) * chunks + chunk

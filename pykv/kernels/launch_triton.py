@@ -25,6 +25,7 @@ STEP_BYTES = 2048  # and bytes, at most: it unpacks them in registers
 INTERPRETED_VALUES = 1 << 18  # and in Triton's interpreter, with its rows of x
 ROOM_ROWS, ROOM_PROMPT = 420, 640  # bytes of shared memory for each channel
 WIDE_HEAD, WARPS, MORE_WARPS = 256, 4, 8
+MUCH_SHARED = 200 << 10  # bytes: NVIDIA's from compute capability 9.0 on, less its small ones
 MOST_REGISTERS = 255  # that a thread of NVIDIA's can have
 LEAST_LINES, MOST_LINES = 16, 64  # query heads x queries of a prompt's program
 
@@ -131,14 +132,16 @@ def options(
     return found
 
 
-def prompt_lines(fixed: dict[str, Any], turned: bool = False) -> int:
+def prompt_lines(fixed: dict[str, Any], shared_bytes: int, turned: bool) -> int:
     """Query heads x queries of a prompt's program: as many as registers of 8 warps have room for.
 
-    fixed: what `attention` gave.
+    fixed: what `attention` gave. Tensor cores of GPUs with so much shared memory for a block find
+    operands there, others in registers.
     """
     if turned or fixed["OPERAND"] == tl.float32 or fixed["K_OUTLIERS"] or fixed["V_OUTLIERS"]:
         return LEAST_LINES
-    return MOST_LINES if max(fixed["D_K"], fixed["D_V"]) <= MOST_SLICE else MOST_LINES // 2
+    most = MOST_SLICE if shared_bytes >= MUCH_SHARED else LEAST_VALUES
+    return MOST_LINES if max(fixed["D_K"], fixed["D_V"]) <= most else MOST_LINES // 2
 
 
 def sums(d: int, page_d: int | None = None) -> int:

@@ -89,7 +89,8 @@ def attend(key: str, value: str, d: str, target: str) -> Any:
 def prompt(key: str, value: str, d: str, target: str) -> Any:
     """The prompt kernel for a pair of types."""
     fixed, group = attention(key, value, d, target)
-    lines = max(launch_triton.prompt_lines(fixed, fixed["N_ROT"] > 0), launch_triton.upto(group))
+    lines = launch_triton.prompt_lines(fixed, SHARED[target], fixed["N_ROT"] > 0)
+    lines = max(lines, launch_triton.upto(group))
     counts = {"GROUP": group, "QUERIES": lines // group, "LINES": lines}
     return made(attend_prompt, fixed | counts | chosen(True, fixed, target), target, True)
 
@@ -174,7 +175,8 @@ def made(
     """The compiled kernel; `out` is what that argument points to, if not f32."""
     names = kernel.arg_names
     options = {"enable_fp_fusion": fuse}
-    options |= {name: fixed.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in fixed}
+    names_of = {"num_warps", "num_stages", "maxnreg"} & fixed.keys()
+    options |= {name: fixed.pop(name) for name in names_of}
     kinds = {
         n: "constexpr" if n in fixed else POINTERS.get(n, "fp32" if n in FLOATS else "i32")
         for n in names
