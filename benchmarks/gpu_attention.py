@@ -298,7 +298,7 @@ def _put_pages(step: Step) -> None:
 
 
 def with_programs(programs: int, measure: Callable[[], Measured]) -> Measured:
-    """A measurement with another number of programs that share a step's attention."""
+    """A measurement with so many programs of a multiprocessor that share a step's attention."""
     usual = cuda_attention.PROGRAMS
     cuda_attention.PROGRAMS = programs
     try:

@@ -22,8 +22,7 @@ from pykv.kernels import attention_triton, encode_triton, launch_triton, write_t
 from pykv.kernels.jit_triton import FUSED
 
 MOST_ROWS = 8  # that decoding takes at a time
-LINES = 64  # query heads x queries of a prompt's program
-PROGRAMS = 512  # about so many fill a GPU
+PROGRAMS = 16  # of decoding, about so many for each multiprocessor: a few at a time, often enough
 LEAST_SHARED = 64 << 10  # bytes that every GPU has for a block
 
 
@@ -50,6 +49,13 @@ def _shared_bytes(device: torch.device) -> int:
     return int(getattr(found, "shared_memory_per_block_optin", 0) or LEAST_SHARED)
 
 
+def _programs(device: torch.device) -> int:
+    """Programs that share a batch's pages; one is enough where they run one after the other."""
+    if device.type != "cuda":
+        return 1
+    return PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 class LayerMaps:
     """What a layer's kernels read beside pages, and their compile-time parameters."""
 
@@ -70,16 +76,17 @@ class LayerMaps:
         types = formats.page_k, formats.page_v
         tails = formats.tail_k, formats.tail_v
         self.mapped = self.matrix_v is not None
+        nvidia = device.type == "cuda" and torch.version.hip is None
         self.fixed = launch_triton.attention(
             types, (shape.d_k, shape.d_v), (maps.d_k, maps.d_v), self.mapped, tails,
-            launch_triton.operand(types + tails),
+            launch_triton.operand(types + tails), precision=launch_triton.precision(nvidia),
         ) | {"ENCODED": not formats.exact}  # fmt: skip
-        size = self.fixed["OPERAND"].primitive_bitwidth // 8
-        room = _shared_bytes(device)
+        turned, room = formats.position == "read", _shared_bytes(device)
         self.of_rows, self.of_prompts = (
-            launch_triton.options((shape.d_k, shape.d_v), prompt, room, size)
+            launch_triton.options(self.fixed, prompt, room, turned, nvidia)
             for prompt in (False, True)
         )
+        self.lines = launch_triton.prompt_lines(self.fixed, room, turned)
         page_d = maps.d_v if self.mapped else None
         self.combination = launch_triton.combination(shape.n_head, shape.d_v, page_d)
         self.size = launch_triton.sums(shape.d_v, page_d)
@@ -236,15 +243,13 @@ class CudaAttention:
         group = shape.n_head // shape.n_kv
         records = self.changing.far["records"][layer]
         partial, stats = self._sums(layer, count)
-        # one is enough where programs run one after the other
-        programs = PROGRAMS if self._device.type == "cuda" else 1
-        splits = launch_triton.upto(max(1, programs // (count * shape.n_kv)))
-        attention_triton.attend_rows[count, shape.n_kv, min(splits, self._chunks)](
+        splits = min(-(-_programs(self._device) // (count * shape.n_kv)), self._chunks)
+        attention_triton.attend_rows[count, shape.n_kv, splits](
             self._pool, records, rows, q, q_pages, partial, stats, maps.extra_k, maps.extra_v,
-            maps.extra_k.shape[1], maps.extra_v.shape[1], shape.n_kv, self._chunks,
+            maps.extra_k.shape[1], maps.extra_v.shape[1], shape.n_kv, self._chunks, splits,
             scale * math.log2(math.e), *turns, GROUP=group,
-            TILE=max(launch_triton.LEAST_DOT, launch_triton.upto(group)),
-            SPLITS=min(splits, self._chunks), **fixed, **maps.of_rows, **FUSED,
+            TILE=max(launch_triton.LEAST_DOT, launch_triton.upto(group)), **fixed, **maps.of_rows,
+            **FUSED,
         )  # fmt: skip
         pages = self._empty(len(q), shape.n_head, maps.d_v) if maps.mapped else out
         attention_triton.combine[count, shape.n_head](
@@ -264,7 +269,7 @@ class CudaAttention:
     ) -> None:  # fmt: skip
         shape, maps, count = self.step.shapes[layer], self._maps[layer], part.stop - part.start
         group = shape.n_head // shape.n_kv
-        at_once = max(1, LINES // group)
+        at_once = max(1, maps.lines // group)
         pages = self._empty(count, shape.n_head, maps.d_v) if maps.mapped else out
         attention_triton.attend_prompt[-(-count // at_once), shape.n_kv](
             self._pool, self.changing.far["records"][layer, part.start], q[part], q_pages[part],

@@ -2,7 +2,7 @@
 
 A row is one query token; records and tables are those of attention_numba.py, in device memory, but
 that tables hold places in the pool of pages. A program takes one row, one KV head and every
-SPLITS-th chunk of eight table entries, and decodes a page once for all query heads of the group.
+`splits`-th chunk of eight table entries, and decodes a page once for all query heads of the group.
 It walks only the chunks that the row sees, which the record says, so that the grid may be the same
 for every length. Each chunk has sums of its own, so that a result depends neither on the number of
 splits nor on the other rows; `combine` adds them up. A prompt's program takes a block of queries
@@ -59,7 +59,8 @@ def walk(
     WIDTH_V: tl.constexpr, SLICE_K: tl.constexpr, SLICE_V: tl.constexpr, PAGE_K: tl.constexpr,
     PAGE_V: tl.constexpr, PAGE_WIDTH_K: tl.constexpr, PAGE_WIDTH_V: tl.constexpr,
     PAGE_SLICE_K: tl.constexpr, PAGE_SLICE_V: tl.constexpr, MAPPED: tl.constexpr,
-    ENCODED: tl.constexpr, OPERAND: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
+    ENCODED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_PARAMETERS: tl.constexpr, k_level: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_PARAMETERS: tl.constexpr, v_level: tl.constexpr,
     N_ROT: tl.constexpr, NEOX: tl.constexpr, K_OUTLIERS: tl.constexpr, K_PLACES: tl.constexpr,
@@ -85,7 +86,7 @@ def walk(
                 s = add_scores(
                     s, k, page_query[i], across[i if N_ROT > 0 else 0], i * PAGE_SLICE_K, e,
                     offset_cos, offset_sin, start_cos, start_sin,
-                    width_of(i, PAGE_WIDTH_K, PAGE_SLICE_K), OPERAND, N_ROT, NEOX,
+                    width_of(i, PAGE_WIDTH_K, PAGE_SLICE_K), OPERAND, PRECISION, N_ROT, NEOX,
                 )  # fmt: skip
             seen = visible(t + (sinks + (e - 1) * PAGE), position, low)
             m, total, shrink, p = weights(s, seen, m, total, OPERAND)
@@ -96,7 +97,8 @@ def walk(
                     width_of(i // 2, PAGE_WIDTH_V, PAGE_SLICE_V), V_BITS, V_AXIS, V_PARAMETERS,
                     v_level, V_OUTLIERS, V_PLACES,
                 )  # fmt: skip
-                sums = sums + (tl.dot(p, v.to(OPERAND), acc[i] * shrink, input_precision="ieee"),)
+                v = v.to(OPERAND)
+                sums = sums + (tl.dot(p, v, acc[i] * shrink, input_precision=PRECISION),)
             acc = sums
     m_pages, acc_pages = m, acc
     if MAPPED:
@@ -115,7 +117,7 @@ def walk(
             s = add_scores(
                 s, key_tile(k_tail, c, slots, D_K), query[i], across[i if N_ROT > 0 else 0],
                 i * SLICE_K, e, offset_cos, offset_sin, start_cos, start_sin,
-                width_of(i, WIDTH_K, SLICE_K), OPERAND, N_ROT, NEOX,
+                width_of(i, WIDTH_K, SLICE_K), OPERAND, PRECISION, N_ROT, NEOX,
             )  # fmt: skip
         there = t < tl.where(n == 0, sinks, PAGE)
         seen = visible(t + start, position, low) & there[None, :]
@@ -128,7 +130,7 @@ def walk(
                 v_tail, t, slots, i // 2 * SLICE_V, i % 2, D_V, width_of(i // 2, WIDTH_V, SLICE_V)
             )
             v = tl.where(written, v.to(OPERAND), 0.0)
-            sums = sums + (tl.dot(p, v, acc[i] * shrink, input_precision="ieee"),)
+            sums = sums + (tl.dot(p, v, acc[i] * shrink, input_precision=PRECISION),)
         acc = sums
     return m, total, acc, tl.exp2(m_pages - m)[:, None], acc_pages
 
@@ -153,17 +155,17 @@ def chunks_seen(record):
     return (first // CHUNK).to(tl.int32), (last // CHUNK).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "splits"])
 def attend_rows(
     pool, records, rows, q, q_pages, partial, stats,
-    extra_k, extra_v, extra_k_stride, extra_v_stride, n_kv, chunks, scale,
+    extra_k, extra_v, extra_k_stride, extra_v_stride, n_kv, chunks, splits, scale,
     offset_cos, offset_sin, start_cos, start_sin,
-    GROUP: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr,
     D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr,
     SLICE_K: tl.constexpr, SLICE_V: tl.constexpr, PAGE_K: tl.constexpr, PAGE_V: tl.constexpr,
     PAGE_WIDTH_K: tl.constexpr, PAGE_WIDTH_V: tl.constexpr, PAGE_SLICE_K: tl.constexpr,
     PAGE_SLICE_V: tl.constexpr, MAPPED: tl.constexpr, ENCODED: tl.constexpr,
-    OPERAND: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_PARAMETERS: tl.constexpr, k_level: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_PARAMETERS: tl.constexpr, v_level: tl.constexpr,
     N_ROT: tl.constexpr, NEOX: tl.constexpr, K_OUTLIERS: tl.constexpr, K_PLACES: tl.constexpr,
@@ -173,8 +175,8 @@ def attend_rows(
 
     `chunks` is the room for a row; those that it does not see are not written. Row i of the sums is
     that of record rows[i], as in q f32 [records, heads, D_K] and q_pages [records, heads, PAGE_K];
-    `scale` includes log2(e). TILE is GROUP rounded up to what tl.dot takes. ENCODED: whether there
-    are pages, beside sinks and tail.
+    `scale` includes log2(e), `splits` is the grid's last size. TILE is GROUP rounded up to what
+    tl.dot takes. ENCODED: whether there are pages, beside sinks and tail.
     MAPPED: the pages' sums lie behind the others, PAGE_V wide. N_ROT: keys are stored before RoPE,
     which turns so many channels when they are read; 0: as they are to be read. K_OUTLIERS and
     V_OUTLIERS: a page's, and K_PLACES and V_PLACES these rounded up for tl.dot.
@@ -195,8 +197,8 @@ def attend_rows(
     SIZE: tl.constexpr = WIDTH + ((PAGE_V + 31) // 32 * 32 if MAPPED else 0)
     oldest, newest = chunks_seen(record)
     # the first chunk from `oldest` on that is this split's
-    oldest += (split + SPLITS - oldest % SPLITS) % SPLITS
-    for chunk in range(oldest, newest + 1, SPLITS):
+    oldest += (split + splits - oldest % splits) % splits
+    for chunk in range(oldest, newest + 1, splits):
         m, total, acc, shrink, acc_pages = walk(
             pool, keys, values, tl.maximum(begin, chunk * CHUNK),
             tl.minimum(final, chunk * CHUNK + CHUNK - 1), sinks, encoded, query, across, page_query,
@@ -205,8 +207,8 @@ def attend_rows(
             offset_cos, offset_sin, start_cos, start_sin,
             TILE, D_K, D_V, WIDTH_K, WIDTH_V, SLICE_K, SLICE_V, PAGE_K, PAGE_V,
 PAGE_WIDTH_K, PAGE_WIDTH_V, PAGE_SLICE_K, PAGE_SLICE_V,
-            MAPPED, ENCODED, OPERAND, TAIL_K, TAIL_V, K_BITS, K_AXIS, K_PARAMETERS, k_level,
-            V_BITS, V_AXIS, V_PARAMETERS, v_level, N_ROT, NEOX,
+            MAPPED, ENCODED, OPERAND, PRECISION, TAIL_K, TAIL_V, K_BITS, K_AXIS, K_PARAMETERS,
+            k_level, V_BITS, V_AXIS, V_PARAMETERS, v_level, N_ROT, NEOX,
             K_OUTLIERS, K_PLACES, V_OUTLIERS, V_PLACES,
         )  # fmt: skip
         place = (i * heads + h * GROUP + g) * chunks + chunk
@@ -230,7 +232,7 @@ def attend_prompt(
     SLICE_K: tl.constexpr, SLICE_V: tl.constexpr, PAGE_K: tl.constexpr, PAGE_V: tl.constexpr,
     PAGE_WIDTH_K: tl.constexpr, PAGE_WIDTH_V: tl.constexpr, PAGE_SLICE_K: tl.constexpr,
     PAGE_SLICE_V: tl.constexpr, MAPPED: tl.constexpr, ENCODED: tl.constexpr,
-    OPERAND: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_PARAMETERS: tl.constexpr, k_level: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_PARAMETERS: tl.constexpr, v_level: tl.constexpr,
     N_ROT: tl.constexpr, NEOX: tl.constexpr, K_OUTLIERS: tl.constexpr, K_PLACES: tl.constexpr,
@@ -263,7 +265,7 @@ def attend_prompt(
         offset_cos, offset_sin, start_cos, start_sin,
         LINES, D_K, D_V, WIDTH_K, WIDTH_V, SLICE_K, SLICE_V, PAGE_K, PAGE_V,
 PAGE_WIDTH_K, PAGE_WIDTH_V, PAGE_SLICE_K, PAGE_SLICE_V,
-        MAPPED, ENCODED, OPERAND, TAIL_K, TAIL_V, K_BITS, K_AXIS, K_PARAMETERS, k_level,
+        MAPPED, ENCODED, OPERAND, PRECISION, TAIL_K, TAIL_V, K_BITS, K_AXIS, K_PARAMETERS, k_level,
         V_BITS, V_AXIS, V_PARAMETERS, v_level, N_ROT, NEOX,
         K_OUTLIERS, K_PLACES, V_OUTLIERS, V_PLACES,
     )  # fmt: skip

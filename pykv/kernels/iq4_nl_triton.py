@@ -7,6 +7,7 @@ import triton.language as tl
 from pykv.formats import iq4_nl
 from pykv.kernels.encode_tiles_triton import extreme, largest, nearest, one_by_one, reciprocal
 from pykv.kernels.jit_triton import device
+from pykv.kernels.levels_triton import looked_up
 from pykv.kernels.matvec_triton import byte_of, half_of
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "block", "block", 1
@@ -18,7 +19,7 @@ BLOCK_LEN, BLOCK_BYTES, LANES = 32, 18, 16
 @device
 def level(code, extra):
     """The step, from the table."""
-    return tl.load(extra + code)
+    return looked_up(extra, code)
 
 
 @device

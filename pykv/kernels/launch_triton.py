@@ -18,12 +18,16 @@ FLOATS = ("f16", "bf16", "f32")  # types whose pages hold the values themselves
 LEAST_DOT = 16  # what tl.dot takes of every axis, at least
 LEAST_VALUES = 64  # channels of a slice of values: of fewer, warps would do the same products
 MOST_SLICE = 128  # channels of a page that a program decodes at a time
+OUTLIERS_SLICE = 64  # and of one that has outliers
 SURE_ROWS = 8  # rows of x in a product's tile, at most
 STEP_VALUES, LEAST_LANES = 512, 128  # lanes of a weight's row that a warp reads at a time
 STEP_BYTES = 2048  # and bytes, at most: it unpacks them in registers
 INTERPRETED_VALUES = 1 << 18  # and in Triton's interpreter, with its rows of x
 ROOM_ROWS, ROOM_PROMPT = 420, 640  # bytes of shared memory for each channel
 WIDE_HEAD, WARPS, MORE_WARPS = 256, 4, 8
+MUCH_SHARED = 200 << 10  # bytes: NVIDIA's from compute capability 9.0 on, less its small ones
+MOST_REGISTERS = 255  # that a thread of NVIDIA's can have
+LEAST_LINES, MOST_LINES = 16, 64  # query heads x queries of a prompt's program
 
 
 def upto(n: int) -> int:
@@ -40,13 +44,13 @@ def _padded(d: int) -> int:
     return (d + 31) // 32 * 32
 
 
-def slices(d: int, least: int) -> tuple[int, int]:
+def slices(d: int, least: int, most: int = MOST_SLICE) -> tuple[int, int]:
     """Channels that d are filled up to, at least, and those of a slice; see attention_triton.py.
 
     The last slice may be narrower, if that saves a quarter.
     """
     filled = -(-d // least) * least
-    whole = min(upto(filled), MOST_SLICE)
+    whole = min(upto(filled), most)
     full, rest = divmod(filled, whole)
     if filled < whole:
         half = whole // 2
@@ -69,25 +73,29 @@ def attention(
     operand: Any = tl.float16,
     n_rot: int = 0,
     neox: bool = False,
+    precision: str = "ieee",
 ) -> dict[str, Any]:
     """Of `attend_rows` and `attend_prompt`, less what counts heads and queries.
 
     Pairs are keys and values. d: channels of a head; `pages`: those that pages have, where a
     transform makes them others. `mapped`: whether a transform takes the pages' values, whose sums
-    are then kept apart. `operand`: what tiles are multiplied in. n_rot: keys lie in the cache
-    before RoPE, which turns so many channels.
+    are then kept apart. `operand`: what tiles are multiplied in; `precision`: how float32 ones are,
+    see `precision`. n_rot: keys lie in the cache before RoPE, which turns so many channels.
     """
     k, v = (module(name) for name in types)
     page_k, page_v = pages or d
     of_k, of_v = _outliers(types[0], page_k), _outliers(types[1], page_v)
-    (width_k, slice_k), (width_v, slice_v) = slices(d[0], LEAST_DOT), slices(d[1], LEAST_VALUES)
-    page_slices = slices(page_k, LEAST_DOT), slices(page_v, LEAST_VALUES)
+    most = OUTLIERS_SLICE if of_k or of_v else MOST_SLICE
+    (width_k, slice_k), (width_v, slice_v), *page_slices = (
+        slices(n, least, most)
+        for n, least in zip((*d, page_k, page_v), (LEAST_DOT, LEAST_VALUES) * 2, strict=True)
+    )
     return {
         "D_K": d[0], "D_V": d[1], "WIDTH_K": width_k, "WIDTH_V": width_v, "SLICE_K": slice_k,
         "SLICE_V": slice_v, "PAGE_K": page_k, "PAGE_V": page_v, "PAGE_WIDTH_K": page_slices[0][0],
         "PAGE_WIDTH_V": page_slices[1][0], "PAGE_SLICE_K": page_slices[0][1],
         "PAGE_SLICE_V": page_slices[1][1], "MAPPED": mapped,
-        "ENCODED": types != tails, "OPERAND": operand,
+        "ENCODED": types != tails, "OPERAND": operand, "PRECISION": precision,
         "TAIL_K": module(tails[0]).level, "TAIL_V": module(tails[1]).level,
         "K_BITS": k.BITS, "K_AXIS": k.KEY_AXIS, "K_PARAMETERS": k.PARAMETERS, "k_level": k.level,
         "V_BITS": v.BITS, "V_AXIS": v.VALUE_AXIS, "V_PARAMETERS": v.PARAMETERS, "v_level": v.level,
@@ -98,18 +106,42 @@ def attention(
 
 
 def options(
-    d: tuple[int, int], prompt: bool, shared_bytes: int, operand_bytes: int = 2
+    fixed: dict[str, Any], prompt: bool, shared_bytes: int, turned: bool, nvidia: bool
 ) -> dict[str, int]:
-    """The compiler's options for attention with heads of d channels of keys and of values.
+    """The compiler's options for a kernel with the parameters that `attention` gave.
 
     Loads for the next page while this one is decoded want room, about so many bytes for each
     channel of the wider side (measured with every pair that tests/aot compiles); where the device
-    has less of it for a block, a page is loaded when it is needed. Sums of very wide heads would
-    not fit in the registers of 4 warps.
+    has less of it for a block, a page is loaded when it is needed. So it is where keys are turned,
+    whose angles would be loaded ahead too, and where there are outliers. What does not fit in the
+    registers of 4 warps, has those of 8: sums of a prompt's queries or of very wide heads, float32,
+    of which tensor cores take three parts, and angles. Where both sides are coded 4 warps need so
+    many registers that two blocks run at a time; NVIDIA's assembler would rather spill some for a
+    third.
     """
-    room = max(d) * (ROOM_PROMPT if prompt else ROOM_ROWS) * operand_bytes // 2
-    fixed = {"num_warps": MORE_WARPS if max(d) > WIDE_HEAD else WARPS}
-    return fixed if room <= shared_bytes else fixed | {"num_stages": 1}
+    d, size = max(fixed["D_K"], fixed["D_V"]), fixed["OPERAND"].primitive_bitwidth // 16
+    room = d * (ROOM_PROMPT if prompt else ROOM_ROWS) * size
+    many = prompt or turned or size > 1 or d > WIDE_HEAD
+    found = {"num_warps": MORE_WARPS if many else WARPS}
+    outliers = fixed["K_OUTLIERS"] or fixed["V_OUTLIERS"]
+    if room > shared_bytes or turned or outliers:
+        found["num_stages"] = 1
+    coded = "plain" not in (fixed["K_AXIS"], fixed["V_AXIS"])
+    if nvidia and coded and not many and d > LEAST_VALUES:
+        found["maxnreg"] = MOST_REGISTERS
+    return found
+
+
+def prompt_lines(fixed: dict[str, Any], shared_bytes: int, turned: bool) -> int:
+    """Query heads x queries of a prompt's program: as many as registers of 8 warps have room for.
+
+    fixed: what `attention` gave. Tensor cores of GPUs with so much shared memory for a block find
+    operands there, others in registers.
+    """
+    if turned or fixed["OPERAND"] == tl.float32 or fixed["K_OUTLIERS"] or fixed["V_OUTLIERS"]:
+        return LEAST_LINES
+    most = MOST_SLICE if shared_bytes >= MUCH_SHARED else LEAST_VALUES
+    return MOST_LINES if max(fixed["D_K"], fixed["D_V"]) <= most else MOST_LINES // 2
 
 
 def sums(d: int, page_d: int | None = None) -> int:
@@ -229,6 +261,15 @@ def operand(types: tuple[str, ...]) -> Any:
         # the interpreter multiplies bfloat16 as if it were whole numbers
         return tl.float32 if is_interpreted() else tl.bfloat16
     return tl.float16
+
+
+def precision(nvidia: bool) -> str:
+    """How tl.dot multiplies float32: on NVIDIA's tensor cores in three parts, else one by one.
+
+    The three are as exact as float32 but for its last bits; one by one, a warp keeps its share of
+    both operands in registers, which are too few for it.
+    """
+    return "tf32x3" if nvidia and not is_interpreted() else "ieee"
 
 
 def extra(name: str, measured: Any) -> Any:

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from pykv.kernels.encode_tiles_triton import half, largest, least, nearest, ratio
 from pykv.kernels.jit_triton import device
+from pykv.kernels.levels_triton import looked_up
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "range", "token", 2
 
@@ -13,7 +14,7 @@ BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "range", "token", 2
 @device
 def level(code, extra):
     """The layer's level."""
-    return tl.load(extra + code)
+    return looked_up(extra, code)
 
 
 @device

@@ -1,7 +1,8 @@
 """Outliers of coded pages for the GPU, what they change in a tile; layout in formats/coded.py.
 
 Each stands in the place of a decoded value. Their differences become a tile as a product of two
-matrices that hold ones, and differences, where an outlier lies, which tl.dot takes.
+matrices that hold ones, and differences, where an outlier lies, which tl.dot takes; some at a
+time, so that these fit in the registers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pykv.kernels.jit_triton import device
 from pykv.kernels.plain_triton import PAGE
 
 UNUSED = tl.constexpr(0xFFFF)
+MOST = tl.constexpr(32)  # at a time
 
 
 @device
@@ -36,9 +38,9 @@ def code_at(page, place, set_bytes, BITS: tl.constexpr):
 
 
 @device
-def entries(address, N: tl.constexpr, PADDED: tl.constexpr):
-    """Places i32 [PADDED], values, and which are used; an unused one has place 0."""
-    i = tl.arange(0, PADDED)
+def entries(address, first, N: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Places i32 [AT_ONCE] from `first` on, values, and which are used; an unused one has 0."""
+    i = tl.arange(0, AT_ONCE) + first
     place = tl.load(address.to(tl.pointer_type(tl.uint16)) + i, i < N, UNUSED).to(tl.int32)
     used, value = place != UNUSED, half_at(address, N + i, i < N)
     return tl.where(used, place, 0), value, used
@@ -50,15 +52,19 @@ def of_keys(
     N: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """f32 [C, 64]: what to add to the keys of channels c, before RoPE."""
-    place, value, used = entries(page + code_bytes_keys(D, BITS), N, PADDED)
-    channel, token = place // PAGE, place % PAGE
-    code = code_at(page, place, D * 8 * main_bits(BITS), BITS)
-    decoded = level(code, extra) * tl.load(extra + RANGES_AT + channel)
-    decoded += tl.load(extra + RANGES_AT + D + channel)
-    difference = tl.where(used, value - decoded, 0.0)
-    where = (c[:, None] == channel[None, :]).to(tl.float16)
-    what = tl.where(token[:, None] == tl.arange(0, PAGE)[None, :], difference[:, None], 0.0)
-    return tl.dot(where, what.to(tl.float16))
+    AT_ONCE: tl.constexpr = PADDED if PADDED < MOST else MOST
+    found = tl.zeros((c.shape[0], PAGE), tl.float32)
+    for first in range(0, PADDED, AT_ONCE):
+        place, value, used = entries(page + code_bytes_keys(D, BITS), first, N, AT_ONCE)
+        channel, token = place // PAGE, place % PAGE
+        code = code_at(page, place, D * 8 * main_bits(BITS), BITS)
+        decoded = level(code, extra) * tl.load(extra + RANGES_AT + channel)
+        decoded += tl.load(extra + RANGES_AT + D + channel)
+        difference = tl.where(used, value - decoded, 0.0)
+        where = (c[:, None] == channel[None, :]).to(tl.float16)
+        what = tl.where(token[:, None] == tl.arange(0, PAGE)[None, :], difference[:, None], 0.0)
+        found = tl.dot(where, what.to(tl.float16), found)
+    return found
 
 
 @device
@@ -68,15 +74,18 @@ def of_values(
 ):  # fmt: skip
     """f32 [64, WIDTH / 2]: what to add to a slice of values, of one half of each 32 channels."""
     scales = page + code_bytes_values(D, BITS)
-    place, value, used = entries(scales + 4 * PAGE, N, PADDED)
-    channel, token = place // (32 * PAGE) * 32 + place % 32, place // 32 % PAGE
-    code = code_at(page, place, (D + 31) // 32 * 256 * main_bits(BITS), BITS)
-    decoded = level(code, extra) * half_at(scales, token, used) + half_at(
-        scales, PAGE + token, used
-    )
-    difference = tl.where(used, value - decoded, 0.0)
+    AT_ONCE: tl.constexpr = PADDED if PADDED < MOST else MOST
     j = tl.arange(0, WIDTH // 2)
     lane = j // 16 * 32 + half * 16 + j % 16 + first
-    where = (tl.arange(0, PAGE)[:, None] == token[None, :]).to(tl.float16)
-    what = tl.where(channel[:, None] == lane[None, :], difference[:, None], 0.0)
-    return tl.dot(where, what.to(tl.float16))
+    found = tl.zeros((PAGE, WIDTH // 2), tl.float32)
+    for i in range(0, PADDED, AT_ONCE):
+        place, value, used = entries(scales + 4 * PAGE, i, N, AT_ONCE)
+        channel, token = place // (32 * PAGE) * 32 + place % 32, place // 32 % PAGE
+        code = code_at(page, place, (D + 31) // 32 * 256 * main_bits(BITS), BITS)
+        decoded = level(code, extra) * half_at(scales, token, used)
+        decoded += half_at(scales, PAGE + token, used)
+        difference = tl.where(used, value - decoded, 0.0)
+        where = (tl.arange(0, PAGE)[:, None] == token[None, :]).to(tl.float16)
+        what = tl.where(channel[:, None] == lane[None, :], difference[:, None], 0.0)
+        found = tl.dot(where, what.to(tl.float16), found)
+    return found

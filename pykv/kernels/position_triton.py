@@ -50,9 +50,15 @@ def turned_query(
 
 
 @device
-def offsets(c, offset_cos, offset_sin, N_ROT: tl.constexpr, NEOX: tl.constexpr):
-    """Cosines and sines [C, 64] of the angles between a page's first token and its others."""
+def offsets(c, entry, offset_cos, offset_sin, N_ROT: tl.constexpr, NEOX: tl.constexpr):
+    """Cosines and sines [C, 64] of the angles between a page's first token and its others.
+
+    They are the same for every entry, and are read again for each: kept in registers throughout
+    a loop over entries, as the compiler would have them, they leave too few for the rest.
+    """
     pair, _ = pair_of(c, N_ROT, NEOX)
-    place, turned = pair[:, None] * PAGE + tl.arange(0, PAGE)[None, :], (c < N_ROT)[:, None]
+    # nothing is added, which the compiler does not know
+    first = pair * PAGE + tl.minimum(entry, 0)
+    place, turned = first[:, None] + tl.arange(0, PAGE)[None, :], (c < N_ROT)[:, None]
     cos, sin = tl.load(offset_cos + place), tl.load(offset_sin + place)
     return tl.where(turned, cos, 1.0), tl.where(turned, sin, 0.0)

@@ -73,17 +73,18 @@ def queries(
 @device
 def add_scores(
     s, k, query, across, first, entry, offset_cos, offset_sin, start_cos, start_sin,
-    WIDTH: tl.constexpr, OPERAND: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
+    WIDTH: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, N_ROT: tl.constexpr,
+    NEOX: tl.constexpr,
 ):  # fmt: skip
     """s [LINES, 64] and the products of a slice's queries [LINES, WIDTH] and keys [WIDTH, 64]."""
     if N_ROT == 0:
-        s = tl.dot(query, k.to(OPERAND), s, input_precision="ieee")
+        s = tl.dot(query, k.to(OPERAND), s, input_precision=PRECISION)
     else:
         c, k = tl.arange(0, WIDTH) + first, k.to(tl.float32)
-        cos, sin = offsets(c, offset_cos, offset_sin, N_ROT, NEOX)
+        cos, sin = offsets(c, entry, offset_cos, offset_sin, N_ROT, NEOX)
         query, across = turned_query(query, across, c, entry, start_cos, start_sin, N_ROT, NEOX)
-        s = tl.dot(query.to(OPERAND), (k * cos).to(OPERAND), s, input_precision="ieee")
-        s = tl.dot(across.to(OPERAND), (k * sin).to(OPERAND), s, input_precision="ieee")
+        s = tl.dot(query.to(OPERAND), (k * cos).to(OPERAND), s, input_precision=PRECISION)
+        s = tl.dot(across.to(OPERAND), (k * sin).to(OPERAND), s, input_precision=PRECISION)
     return s
 
 

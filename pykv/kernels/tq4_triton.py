@@ -7,6 +7,7 @@ import triton.language as tl
 from pykv.formats import tq4
 from pykv.kernels.encode_tiles_triton import nearest
 from pykv.kernels.jit_triton import device
+from pykv.kernels.levels_triton import looked_up
 
 BITS, KEY_AXIS, VALUE_AXIS, PARAMETERS = 4, "token", "token", 1
 LEVELS = tq4.FORMAT.levels  # for `extra`
@@ -16,7 +17,7 @@ LENGTHS = True  # a token's scale makes it as long as it was
 @device
 def level(code, extra):
     """The level, from the format's table."""
-    return tl.load(extra + code)
+    return looked_up(extra, code)
 
 
 @device

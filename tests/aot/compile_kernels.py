@@ -27,7 +27,7 @@ from pykv.kernels import elementwise_triton, launch_triton, matvec_triton, write
 from pykv.kernels.attention_triton import attend_prompt, attend_rows, combine
 from pykv.kernels.encode_triton import encode_pages, gather_pages
 
-GROUP, SPLITS, LINES = 4, 16, 64
+GROUP = 4
 POINTERS = {
     "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64", "flags": "*i64",
     "numbers": "*i64", "flag": "*i32", **dict.fromkeys(("w", "w0", "w1", "w2"), "*u8"),
@@ -54,7 +54,7 @@ def pair_of(text: str) -> tuple[int, int]:
     return int(first), int(second or first)
 
 
-def attention(key: str, value: str, d: str) -> tuple[dict[str, Any], int]:
+def attention(key: str, value: str, d: str, target: str) -> tuple[dict[str, Any], int]:
     """Compile-time parameters, and the group; keys that nuq encodes are turned where they are read.
 
     `value` may have options; see above.
@@ -67,6 +67,7 @@ def attention(key: str, value: str, d: str) -> tuple[dict[str, Any], int]:
     fixed = launch_triton.attention(
         (key, value), pair_of(d), pair_of(pages) if pages else None, mapped=pages is not None,
         tails=(tail, tail), operand=OPERANDS[operand], n_rot=turned,
+        precision=launch_triton.precision(target.startswith("sm_")),
     )  # fmt: skip
     return fixed, int(given.get("group", GROUP))
 
@@ -78,18 +79,20 @@ def target_of(name: str) -> GPUTarget:
 
 def attend(key: str, value: str, d: str, target: str) -> Any:
     """The decode kernel for a pair of types."""
-    fixed, group = attention(key, value, d)
+    fixed, group = attention(key, value, d, target)
     tile = max(launch_triton.LEAST_DOT, launch_triton.upto(group))
-    counts = {"GROUP": group, "TILE": tile, "SPLITS": SPLITS}
+    counts = {"GROUP": group, "TILE": tile}
     # attention may fuse a product and a sum; encoders may not
-    return made(attend_rows, fixed | counts | chosen(d, False, fixed, target), target, True)
+    return made(attend_rows, fixed | counts | chosen(False, fixed, target), target, True)
 
 
 def prompt(key: str, value: str, d: str, target: str) -> Any:
     """The prompt kernel for a pair of types."""
-    fixed, group = attention(key, value, d)
-    counts = {"GROUP": group, "QUERIES": LINES // group, "LINES": LINES}
-    return made(attend_prompt, fixed | counts | chosen(d, True, fixed, target), target, True)
+    fixed, group = attention(key, value, d, target)
+    lines = launch_triton.prompt_lines(fixed, SHARED[target], fixed["N_ROT"] > 0)
+    lines = max(lines, launch_triton.upto(group))
+    counts = {"GROUP": group, "QUERIES": lines // group, "LINES": lines}
+    return made(attend_prompt, fixed | counts | chosen(True, fixed, target), target, True)
 
 
 def combined(d: str, page_d: str, heads: str, target: str) -> Any:
@@ -160,10 +163,10 @@ def each(name: str, _: str, d: str, target: str) -> Any:
     return made(elementwise_triton.elementwise, fixed, target, True)
 
 
-def chosen(d: str, prompt: bool, fixed: dict[str, Any], target: str) -> dict[str, int]:
+def chosen(prompt: bool, fixed: dict[str, Any], target: str) -> dict[str, int]:
     """The launcher's options for attention."""
-    operand = fixed["OPERAND"].primitive_bitwidth // 8
-    return launch_triton.options(pair_of(d), prompt, SHARED[target], operand)
+    turned, nvidia = fixed["N_ROT"] > 0, target.startswith("sm_")
+    return launch_triton.options(fixed, prompt, SHARED[target], turned, nvidia)
 
 
 def made(
@@ -172,7 +175,8 @@ def made(
     """The compiled kernel; `out` is what that argument points to, if not f32."""
     names = kernel.arg_names
     options = {"enable_fp_fusion": fuse}
-    options |= {name: fixed.pop(name) for name in ("num_warps", "num_stages") if name in fixed}
+    names_of = {"num_warps", "num_stages", "maxnreg"} & fixed.keys()
+    options |= {name: fixed.pop(name) for name in names_of}
     kinds = {
         n: "constexpr" if n in fixed else POINTERS.get(n, "fp32" if n in FLOATS else "i32")
         for n in names
@@ -217,7 +221,10 @@ def spent() -> float:
 
 
 def usage(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes that it spills to memory."""
+    """Registers of a thread, and bytes of its stack frame, which are what it spills to memory.
+
+    LOCAL is what PTX declares, and Triton declares nothing; spills are on the stack only.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -229,7 +236,7 @@ def usage(cubin: bytes) -> dict[str, int]:
         ).stdout
     return {
         "registers": int(re.search(r"REG:(\d+)", said)[1]),
-        "spilled": int(re.search(r"LOCAL:(\d+)", said)[1]),
+        "spilled": int(re.search(r"STACK:(\d+)", said)[1]),
     }
 
 

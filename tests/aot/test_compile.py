@@ -23,6 +23,7 @@ BETWEEN = (
     "matvec@q4_0/1@0", "matvec@q4_k+q4_k+q6_k/1@0", "gated@q4_k+q4_k/8@0", "panel@q6_k/f16@0",
     "write@f16/f16@128", "norm@rms/add@4096", "each@gelu_gate/x@0",
 )  # fmt: skip
+KNOWN = {}  # bytes that a kernel spills, by its name
 COLUMNS = ("registers", "vgpr_count", "shared", "spilled", "vgpr_spill_count", "wide_loads",
            "narrow_loads", "seconds")  # fmt: skip
 
@@ -37,19 +38,26 @@ def compiled(specs, folder):
 
 
 def checked(found):
-    """Print a table of kernels; none spills on NVIDIA's, and all fit a block's shared memory."""
+    """Print a table of kernels; none spills on NVIDIA's, and all fit a block's shared memory.
+
+    But those of KNOWN, which may spill no more than is said there.
+    """
     print("\n" + "\n".join(row(each) for each in sorted(found, key=str)))
     for each in found:
-        assert each.get("spilled", 0) == 0, each
+        assert each.get("spilled", 0) <= KNOWN.get(name_of(each), 0), each
         assert each["shared"] <= SHARED[each["target"]], each
     return found
 
 
+def name_of(each):
+    """A kernel's, as the script takes it."""
+    return "@".join(str(each[k]) for k in ("what", "pair", "d", "target"))
+
+
 def row(each):
     """A line of the table."""
-    name = "@".join(str(each[k]) for k in ("what", "pair", "d", "target"))
     numbers = (f"{column} {each[column]:>6}" for column in COLUMNS if column in each)
-    return f"{name:<40} " + "  ".join(numbers)
+    return f"{name_of(each):<40} " + "  ".join(numbers)
 
 
 def test_formats_on_either_side_and_the_usual_pairs(of_every_run):
