@@ -107,24 +107,25 @@ def attention(
 
 
 def options(
-    keys: str, fixed: dict[str, Any], prompt: bool, shared_bytes: int, turned: bool, nvidia: bool
-) -> dict[str, int]:
+    types: tuple[str, str], fixed: dict[str, Any], prompt: bool, shared_bytes: int, turned: bool,
+    nvidia: bool,
+) -> dict[str, int]:  # fmt: skip
     """The compiler's options for a kernel with the parameters that `attention` gave.
 
-    keys: their type. Loads for the next page while this one is decoded want room, about so many
+    types: of pages. Loads for the next page while this one is decoded want room, about so many
     bytes for each channel of the wider side (measured with every pair that tests/aot compiles);
     where the device has less of it for a block, a page is loaded when it is needed. So it is where
     keys are turned, whose angles would be loaded ahead too, and where there are outliers. What does
     not fit in the registers of 4 warps, has those of 8: sums of a prompt's queries or of very wide
-    heads, float32, of which tensor cores take three parts, keys' tables, and angles. NVIDIA's
+    heads, float32, of which tensor cores take three parts, tables, and angles. NVIDIA's
     assembler would spill some registers for another block at a time, unless told how many there
     are; not so of pages of 16 bits, which need the fewest.
     """
     d, size = max(fixed["D_K"], fixed["D_V"]), fixed["OPERAND"].primitive_bitwidth // 16
     room = d * (ROOM_PROMPT if prompt else ROOM_ROWS) * size
-    table = hasattr(module(keys), "LEVELS")
-    many = prompt or turned or table or size > 1 or d > WIDE_HEAD
-    found = {"num_warps": MORE_WARPS if many else WARPS}
+    table = any(hasattr(m, "LEVELS") or m.KEY_AXIS == "range" for m in map(module, types))
+    many = prompt or turned or size > 1 or d > WIDE_HEAD
+    found = {"num_warps": MORE_WARPS if many or table else WARPS}
     outliers = fixed["K_OUTLIERS"] or fixed["V_OUTLIERS"]
     if room > shared_bytes or turned or outliers:
         found["num_stages"] = 1
