@@ -83,7 +83,7 @@ class LayerMaps:
         ) | {"ENCODED": not formats.exact}  # fmt: skip
         turned, room = formats.position == "read", _shared_bytes(device)
         self.of_rows, self.of_prompts = (
-            launch_triton.options(self.fixed, prompt, room, turned, nvidia)
+            launch_triton.options(types, self.fixed, prompt, room, turned, nvidia)
             for prompt in (False, True)
         )
         self.lines = launch_triton.prompt_lines(self.fixed, room, turned)

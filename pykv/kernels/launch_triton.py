@@ -26,6 +26,7 @@ INTERPRETED_VALUES = 1 << 18  # and in Triton's interpreter, with its rows of x
 ROOM_ROWS, ROOM_PROMPT = 420, 640  # bytes of shared memory for each channel
 WIDE_HEAD, WARPS, MORE_WARPS = 256, 4, 8
 MUCH_SHARED = 200 << 10  # bytes: NVIDIA's from compute capability 9.0 on, less its small ones
+FLOAT16_BITS = 16
 MOST_REGISTERS = 255  # that a thread of NVIDIA's can have
 LEAST_LINES, MOST_LINES = 16, 64  # query heads x queries of a prompt's program
 
@@ -106,28 +107,30 @@ def attention(
 
 
 def options(
-    fixed: dict[str, Any], prompt: bool, shared_bytes: int, turned: bool, nvidia: bool
-) -> dict[str, int]:
+    types: tuple[str, str], fixed: dict[str, Any], prompt: bool, shared_bytes: int, turned: bool,
+    nvidia: bool,
+) -> dict[str, int]:  # fmt: skip
     """The compiler's options for a kernel with the parameters that `attention` gave.
 
-    Loads for the next page while this one is decoded want room, about so many bytes for each
-    channel of the wider side (measured with every pair that tests/aot compiles); where the device
-    has less of it for a block, a page is loaded when it is needed. So it is where keys are turned,
-    whose angles would be loaded ahead too, and where there are outliers. What does not fit in the
-    registers of 4 warps, has those of 8: sums of a prompt's queries or of very wide heads, float32,
-    of which tensor cores take three parts, and angles. Where both sides are coded 4 warps need so
-    many registers that two blocks run at a time; NVIDIA's assembler would rather spill some for a
-    third.
+    types: of pages. Loads for the next page while this one is decoded want room, about so many
+    bytes for each channel of the wider side (measured with every pair that tests/aot compiles);
+    where the device has less of it for a block, a page is loaded when it is needed. So it is where
+    keys are turned, whose angles would be loaded ahead too, and where there are outliers. What does
+    not fit in the registers of 4 warps, has those of 8: sums of a prompt's queries or of very wide
+    heads, float32, of which tensor cores take three parts, tables, and angles. NVIDIA's
+    assembler would spill some registers for another block at a time, unless told how many there
+    are; not so of pages of 16 bits, which need the fewest.
     """
     d, size = max(fixed["D_K"], fixed["D_V"]), fixed["OPERAND"].primitive_bitwidth // 16
     room = d * (ROOM_PROMPT if prompt else ROOM_ROWS) * size
+    table = any(hasattr(m, "LEVELS") or m.KEY_AXIS == "range" for m in map(module, types))
     many = prompt or turned or size > 1 or d > WIDE_HEAD
-    found = {"num_warps": MORE_WARPS if many else WARPS}
+    found = {"num_warps": MORE_WARPS if many or table else WARPS}
     outliers = fixed["K_OUTLIERS"] or fixed["V_OUTLIERS"]
     if room > shared_bytes or turned or outliers:
         found["num_stages"] = 1
-    coded = "plain" not in (fixed["K_AXIS"], fixed["V_AXIS"])
-    if nvidia and coded and not many and d > LEAST_VALUES:
+    halves = fixed["K_BITS"] == fixed["V_BITS"] == FLOAT16_BITS and not fixed["MAPPED"]
+    if nvidia and not many and not halves:
         found["maxnreg"] = MOST_REGISTERS
     return found
 

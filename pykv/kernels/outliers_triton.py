@@ -21,7 +21,7 @@ from pykv.kernels.jit_triton import device
 from pykv.kernels.plain_triton import PAGE
 
 UNUSED = tl.constexpr(0xFFFF)
-MOST = tl.constexpr(32)  # at a time
+MOST = tl.constexpr(16)  # at a time
 
 
 @device

@@ -80,19 +80,25 @@ def target_of(name: str) -> GPUTarget:
 def attend(key: str, value: str, d: str, target: str) -> Any:
     """The decode kernel for a pair of types."""
     fixed, group = attention(key, value, d, target)
+    value = value.partition(",")[0]
     tile = max(launch_triton.LEAST_DOT, launch_triton.upto(group))
     counts = {"GROUP": group, "TILE": tile}
     # attention may fuse a product and a sum; encoders may not
-    return made(attend_rows, fixed | counts | chosen(False, fixed, target), target, True)
+    return made(
+        attend_rows, fixed | counts | chosen((key, value), False, fixed, target), target, True
+    )
 
 
 def prompt(key: str, value: str, d: str, target: str) -> Any:
     """The prompt kernel for a pair of types."""
     fixed, group = attention(key, value, d, target)
+    value = value.partition(",")[0]
     lines = launch_triton.prompt_lines(fixed, SHARED[target], fixed["N_ROT"] > 0)
     lines = max(lines, launch_triton.upto(group))
     counts = {"GROUP": group, "QUERIES": lines // group, "LINES": lines}
-    return made(attend_prompt, fixed | counts | chosen(True, fixed, target), target, True)
+    return made(
+        attend_prompt, fixed | counts | chosen((key, value), True, fixed, target), target, True
+    )
 
 
 def combined(d: str, page_d: str, heads: str, target: str) -> Any:
@@ -163,10 +169,12 @@ def each(name: str, _: str, d: str, target: str) -> Any:
     return made(elementwise_triton.elementwise, fixed, target, True)
 
 
-def chosen(prompt: bool, fixed: dict[str, Any], target: str) -> dict[str, int]:
+def chosen(
+    types: tuple[str, str], prompt: bool, fixed: dict[str, Any], target: str
+) -> dict[str, int]:
     """The launcher's options for attention."""
     turned, nvidia = fixed["N_ROT"] > 0, target.startswith("sm_")
-    return launch_triton.options(fixed, prompt, SHARED[target], turned, nvidia)
+    return launch_triton.options(types, fixed, prompt, SHARED[target], turned, nvidia)
 
 
 def made(
