@@ -1,4 +1,4 @@
-"""Checks and measures the GPU backend: `python -m benchmarks.gpu`, under six minutes on an H200.
+"""Checks and measures the GPU backend: `python -m benchmarks.gpu`, which ends within six minutes.
 
 In this order: what the machine is, correctness, the copy bandwidth, attention over long caches, a
 whole model, and the bars. Every line is written as soon as it is known, so that a time limit leaves

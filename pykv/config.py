@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
 from pykv.errors import ConfigError
+
+_LAYERS = re.compile(r"[0-9]{1,9}")
 
 
 def _check(ok: bool, sentence: str) -> None:
@@ -97,7 +100,7 @@ class LoadConfig:
     def __post_init__(self) -> None:
         _check_types(self)
         _check(
-            self.gpu_layers in ("auto", "all", "-1") or self.gpu_layers.isdecimal(),
+            self.gpu_layers in ("auto", "all", "-1") or bool(_LAYERS.fullmatch(self.gpu_layers)),
             f"n-gpu-layers must be auto, all or a number of layers, not '{self.gpu_layers}'",
         )
         _check(

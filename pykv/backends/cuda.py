@@ -96,18 +96,24 @@ class CudaBackend(Backend):
     """Triton kernels on one GPU.
 
     `device`: a torch device; "cpu" runs them in Triton's interpreter, for tests. `graphs`: whether
-    decoding steps are captured. `deterministic`: every batch goes row by row through the same
-    kernels, so that a row's result does not depend on the rows beside it.
+    decoding steps are captured. `progress` is told that kernels may be compiled.
+    `deterministic`: every batch goes row by row through the same kernels, so that a row's result
+    does not depend on the rows beside it.
     """
 
     name, chooses = "cuda", True
 
     def __init__(
-        self, device: str = "cuda", deterministic: bool = False, graphs: bool = True
+        self,
+        device: str = "cuda",
+        deterministic: bool = False,
+        graphs: bool = True,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         self._device = device_of(device)
         self._gpu = self._device.type == "cuda"
         self._deterministic, self.warms_up = deterministic, self._gpu
+        self._progress = progress
         self._weights: list[Weight] = []
         self._steps = Steps(self._device, deterministic, graphs and self._gpu)
         self._batch: CudaAttention | None = None
@@ -143,6 +149,8 @@ class CudaBackend(Backend):
         with told(self._device, f"its weights take {total:,.0f} MiB: {LOADING}"):
             for weight in self._weights:
                 weight.upload(self._device)
+        if self._progress is not None:
+            self._progress("the GPU's kernels")
         where = torch.cuda.get_device_name(self._device) if self._gpu else "Triton's interpreter"
         self.plan = [
             f"cuda backend: {where}",

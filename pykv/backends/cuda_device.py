@@ -18,8 +18,8 @@ def missing() -> str | None:
     if not torch.cuda.is_available():
         if torch.version.cuda is None and torch.version.hip is None:
             return (
-                "the torch that is installed is built for the CPU; pip install pykv[gpu] has "
-                "another"
+                "the torch that is installed is built for the CPU; uninstall it, and install the "
+                "one for your GPU as pytorch.org says"
             )
         return "torch finds none; look at the driver (nvidia-smi or rocm-smi)"
     try:

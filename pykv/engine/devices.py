@@ -26,6 +26,8 @@ DEVICES = ("cpu", "cuda", "reference")
 # what a GPU's driver puts in the file system; without one torch, which loads slowly, is not asked
 NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 EXTRA = ("torch", "triton")  # what the extra `gpu` installs
+MANY = 1 << 30  # more layers than any model has
+PROMPT = 16  # tokens of the prompt that is read at load: more than go through decoding's kernels
 COMPILING = "compiling kernels; they are kept for later runs"
 LoadProgress = Callable[[str, int, int], None]  # stage, done, of
 
@@ -41,7 +43,7 @@ def backend(config: LoadConfig, n_layer: int, progress: LoadProgress | None) -> 
             f"device '{config.device}' is unknown: it is auto, {', '.join(DEVICES[:-1])} or "
             f"{DEVICES[-1]}"
         )
-    device = _device(config.device, _wanted(config.gpu_layers, n_layer))
+    device = _device(config, n_layer)
     settings: dict[str, Any] = {}
     if device == "cpu":
         settings = {
@@ -51,57 +53,57 @@ def backend(config: LoadConfig, n_layer: int, progress: LoadProgress | None) -> 
             "kernel_cache": hub.cache_dir(),
         }
     elif device == "cuda":
-        settings = {"deterministic": config.deterministic}
+        settings = {"deterministic": config.deterministic, "progress": _compiling(progress)}
     made: Backend = _module(device).create(**settings)
     return made
 
 
 def warm_up(model: Model) -> None:
-    """Decode twice where kernels are compiled, and steps captured, when they are first met.
+    """Read a short prompt and decode where kernels are compiled and steps captured when first met.
 
-    So a first answer waits for neither, and buffers are there.
+    So that a first answer waits for few of them, and decoding's buffers are there.
     """
-    if not model.dev.warms_up or model.n_ctx < 2:
+    if not model.dev.warms_up or model.n_ctx < PROMPT + 2:
         return
-    log.info(COMPILING)
     sequence, greedy = model.store.new_sequence(), model.sampler(SamplingConfig(temperature=0))
     try:
-        for _ in range(2):
-            model.draw((sequence, np.zeros(1, np.int32)), greedy)
+        for n in (PROMPT, 1, 1):
+            model.draw((sequence, np.zeros(n, np.int32)), greedy)
     finally:
         model.store.free(sequence)
 
 
-def _wanted(gpu_layers: str, n_layer: int) -> bool | None:
-    """Whether the layers are to be on a GPU; None: where there is one.  Raises ConfigError."""
+def _wanted(gpu_layers: str) -> int | None:
+    """Layers that are to be on a GPU; None: all where there is one."""
     if gpu_layers == "auto":
         return None
-    if gpu_layers in ("all", "-1") or int(gpu_layers) > n_layer:
-        return True
-    if int(gpu_layers) == 0:
-        return False
-    raise ConfigError(
-        f"-ngl {gpu_layers}: this model has {n_layer} layers and the output, and pykv puts all of "
-        f"them on the GPU or none; use all, {n_layer + 1} or more, or 0"
-    )
+    return MANY if gpu_layers in ("all", "-1") else int(gpu_layers)
 
 
-def _device(device: str, wanted: bool | None) -> str:
+def _device(config: LoadConfig, n_layer: int) -> str:
     """The device by its name.  Raises ConfigError, UnsupportedError."""
-    if device == "cuda":
-        if wanted is False:
-            raise ConfigError("--device cuda and -ngl 0 contradict each other: leave one out")
+    wanted, device = _wanted(config.gpu_layers), config.device
+    if device == "cuda" and wanted == 0:
+        raise ConfigError("--device cuda and -ngl 0 contradict each other: leave one out")
+    if device in ("cpu", "reference") or wanted == 0:
+        if wanted:
+            log.warning("-ngl (gpu_layers) has no effect on --device %s", device)
+        return "cpu" if device == "auto" else device
+    missing: str | None = "there is none"
+    if device == "cuda" or any(os.path.exists(node) for node in NODES):
         missing = _missing()
-        if missing:
-            raise UnsupportedError(f"--device cuda: no GPU can be used: {missing}")
-    if device != "auto":
-        return device
-    if wanted is False:
+    if missing and device == "cuda":
+        raise UnsupportedError(f"--device cuda: no GPU can be used: {missing}")
+    if missing:
+        if wanted:
+            log.warning("no GPU can be used (%s): -ngl (gpu_layers) has no effect", missing)
         return "cpu"
-    missing = _missing() if any(os.path.exists(node) for node in NODES) else "there is none"
-    if missing and wanted:
-        log.warning("no GPU can be used (%s): -ngl has no effect", missing)
-    return "cpu" if missing else "cuda"
+    if wanted is not None and wanted <= n_layer:
+        raise ConfigError(
+            f"-ngl {wanted}: this model has {n_layer} layers and the output, and pykv puts all of "
+            f"them on the GPU or none; use all, {n_layer + 1} or more, or 0"
+        )
+    return "cuda"
 
 
 def _missing() -> str | None:
@@ -109,7 +111,10 @@ def _missing() -> str | None:
     for part in EXTRA:
         if importlib.util.find_spec(part) is None:
             return f"{part} is not installed; pip install 'pykv[gpu]'"
-    missing: str | None = _module("cuda").missing()
+    try:
+        missing: str | None = _module("cuda").missing()
+    except (ImportError, OSError) as error:  # a library that torch or triton wants is not here
+        return f"torch or triton cannot be imported: {error}"
     return missing
 
 

@@ -137,7 +137,7 @@ class Model:
             return
         own, of_device = self.dev.own_bytes(self._graph.shapes, n_ctx), self.dev.free_bytes()
         free = memory.free_bytes() if of_device is None else of_device
-        what = "memory" if of_device is None else "GPU memory"
+        what = "memory" if of_device is None else "GPU memory (-ngl 0 takes the CPU)"
         scratch = own + memory.batch_bytes(self._graph.h, self.ubatch, self.n_vocab)
         memory.check(
             self._file.file, self._file.nbytes, scratch, n_ctx, cache_bytes, free, what=what

@@ -114,7 +114,7 @@ def test_a_broken_file_in_a_process_of_its_own(broken, run):
     ("args", "code", "message"),
     [
         (("--device", "cuda", "-ngl", "0"), 2, "contradict each other"),
-        (("-ngl", "2"), 2, "puts all of them on the GPU or none; use all, 3 or more, or 0"),
+        (("-ngl", "some"), 2, "n-gpu-layers must be auto, all or a number of layers"),
         (("--device", "nonsense"), 2, "device 'nonsense' is unknown"),
         (("-t", "0"), 2, "threads must be 1 to 1024, not 0"),
         (("-c", "-1"), 2, "ctx-size must be 0 or more"),

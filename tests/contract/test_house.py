@@ -55,7 +55,8 @@ def _breaches(node, inside):
         caught = "" if node.type is None else ast.unparse(node.type)
         if node.type is None or re.search(r"\bException\b", caught):
             yield f"except {caught}"
-        if "ImportError" in caught or "ModuleNotFoundError" in caught:
+        told = inside == "engine/devices.py"  # as the reason why there is no GPU
+        if ("ImportError" in caught or "ModuleNotFoundError" in caught) and not told:
             yield "a suppressed ImportError"
     elif isinstance(node, ast.Assert):
         yield "assert"

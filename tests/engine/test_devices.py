@@ -30,16 +30,40 @@ class TestChoice:
         monkeypatch.setattr(devices, "NODES", ("/",))
         monkeypatch.setattr(devices, "_missing", lambda: missing)
         with caplog.at_level(logging.WARNING, "pykv"):
-            assert devices._device("auto", devices._wanted(gpu_layers, 2)) == expected
+            assert devices._device(LoadConfig(gpu_layers=gpu_layers), 2) == expected
         ignored = missing and gpu_layers == "-1"
         assert bool(caplog.records) == bool(ignored)
 
     @pytest.mark.parametrize("gpu_layers", ["1", "2"])
-    def test_a_part_of_the_layers_is_refused(self, load, gpu_layers):
+    def test_a_part_of_the_layers_is_refused_where_there_is_a_gpu(
+        self, load, monkeypatch, caplog, gpu_layers
+    ):
+        monkeypatch.setattr(devices, "NODES", ())
+        with caplog.at_level(logging.WARNING, "pykv"):
+            assert load(gpu_layers=gpu_layers).dev.name == "cpu"
+        assert "-ngl (gpu_layers) has no effect" in caplog.text
+        monkeypatch.setattr(devices, "NODES", ("/",))
+        monkeypatch.setattr(devices, "_missing", lambda: None)
         with pytest.raises(ConfigError, match=r"has 2 layers and the output.* use all, 3 or more"):
             load(gpu_layers=gpu_layers)
 
-    @pytest.mark.parametrize("gpu_layers", ["", "none", "1.5", "-2", "٣x"])
+    @pytest.mark.parametrize("device", ["cpu", "reference"])
+    def test_layers_are_no_matter_of_other_devices(self, load, caplog, device):
+        with caplog.at_level(logging.WARNING, "pykv"):
+            assert load(device=device, gpu_layers="0").dev.name == device
+            assert not caplog.records
+            assert load(device=device, gpu_layers="1").dev.name == device
+        assert f"has no effect on --device {device}" in caplog.text
+
+    @pytest.mark.parametrize("error", [ImportError("undefined symbol"), OSError("no libcudart")])
+    def test_a_torch_that_is_broken_is_a_reason(self, monkeypatch, error):
+        def broken(device):
+            raise error
+
+        monkeypatch.setattr(devices, "_module", broken)
+        assert devices._missing() == f"torch or triton cannot be imported: {error}"
+
+    @pytest.mark.parametrize("gpu_layers", ["", "none", "1.5", "-2", "٣", "9" * 5000])
     def test_numbers_of_layers_that_are_none(self, gpu_layers):
         with pytest.raises(ConfigError, match="auto, all or a number of layers"):
             LoadConfig(gpu_layers=gpu_layers)
@@ -88,7 +112,7 @@ class TestGpu:
         texts = ["".join(m.generate("the", max_tokens=3)) for m in drawn]
         assert texts[0] == texts[1]
 
-    def test_a_gpu_decodes_twice_while_it_is_loaded(self, gpu, monkeypatch):
+    def test_a_gpu_reads_and_decodes_while_it_is_loaded(self, gpu, monkeypatch):
         from pykv.backends import cuda
 
         kinds, real = [], cuda.CudaBackend.choose
@@ -102,7 +126,8 @@ class TestGpu:
         assert kinds == []
         model.dev.warms_up = True
         devices.warm_up(model)
-        assert kinds == [(1, [0]), (1, [1])]
+        prompt = list(range(devices.PROMPT))
+        assert kinds == [(len(prompt), prompt), (1, [len(prompt)]), (1, [len(prompt) + 1])]
         assert model.store.nbytes == 0
 
     def test_logits_that_are_no_numbers_end_the_run_and_leave_the_cache(self, gpu, monkeypatch):
