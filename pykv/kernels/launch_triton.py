@@ -20,6 +20,8 @@ LEAST_VALUES = 64  # channels of a slice of values: of fewer, warps would do the
 MOST_SLICE = 128  # channels of a page that a program decodes at a time
 OUTLIERS_SLICE = 64  # and of one that has outliers
 SURE_ROWS = 8  # rows of x in a product's tile, at most
+# weight types whose blocks take most of the registers, and those of which two do
+HEAVY, LARGE = ("q2_k", "q3_k", "q6_k", "iq4_xs"), ("q4_k", "q5_k")
 STEP_VALUES, LEAST_LANES = 512, 128  # lanes of a weight's row that a warp reads at a time
 STEP_BYTES = 2048  # and bytes, at most: it unpacks them in registers
 INTERPRETED_VALUES = 1 << 18  # and in Triton's interpreter, with its rows of x
@@ -213,11 +215,24 @@ def _sizes(
     return length, size, lanes, min(most, upto(n_blocks))
 
 
+def _rows_at_once(types: Sequence[str], gated: bool) -> int:
+    """Rows of x that fit the registers beside what these types' blocks are unpacked to."""
+    if any(name in HEAVY for name in types):
+        return 2
+    return 4 if gated and any(name in LARGE for name in types) else SURE_ROWS
+
+
 def product(
-    types: Sequence[str], n_out: Sequence[int], n_in: int, rows: int, interpreted: bool
+    types: Sequence[str],
+    n_out: Sequence[int],
+    n_in: int,
+    rows: int,
+    interpreted: bool,
+    gated: bool = False,
 ) -> dict[str, Any]:
     """Of `matvec`, less what it does beside products, for up to three weights and rows of x."""
-    x_tile, kinds = min(SURE_ROWS, upto(rows)), [*dict.fromkeys(types)]
+    most = SURE_ROWS if interpreted else _rows_at_once(types, gated)
+    x_tile, kinds = min(most, upto(rows)), [*dict.fromkeys(types)]
     tile = rows_per_program(min(n_out) if interpreted else sum(n_out), x_tile, interpreted)
     values = INTERPRETED_VALUES // tile[0] if interpreted else STEP_VALUES
     fixed: dict[str, Any] = {
@@ -236,7 +251,7 @@ def gated_product(
     types: tuple[str, str], n_out: int, n_in: int, rows: int, interpreted: bool
 ) -> dict[str, Any]:
     """Of `matvec_gated`, which reads a line of both weights, less what it does beside products."""
-    fixed = product(types, [n_out], n_in, rows, interpreted)
+    fixed = product(types, [n_out], n_in, rows, interpreted, gated=True)
     del fixed["KINDS"], fixed["SIZES2"], fixed["weight2"]
     at_once, _, x_tile = fixed["TILE"]
     return fixed | {"TILE": (at_once, 1, x_tile)}
