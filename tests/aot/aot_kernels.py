@@ -18,6 +18,22 @@ WIDTHS = (64, 96, 128, 256)
 EVERY = [*(f"{t}/f16" for t in cache_types()), *(f"f16/{t}" for t in cache_types() if t != "f16")]
 EITHER_SIDE = [f"attend@{pair}@128@{where}" for pair in EVERY for where in ("sm_90", "gfx942")]
 USUAL = [f"attend@{pair}@{d}@{where}" for pair in PAIRS for d in WIDTHS for where in TARGETS]
+# what every run compiles of both lists; all of them take 11 minutes of one core, and are slow
+BY_16_BYTES = ("q8_0", "q4_0", "kivi2")
+OFTEN = list(
+    dict.fromkeys(
+        [
+            "attend@f16/f16@128@sm_90",
+            *(f"attend@{t}/f16@128@sm_90" for t in BY_16_BYTES),
+            *(f"attend@f16/{t}@128@sm_90" for t in BY_16_BYTES),
+            *[each for each in EITHER_SIDE if each.endswith("sm_90")][::4],
+            *[each for each in EITHER_SIDE if each.endswith("gfx942")][3::13],
+            *(f"attend@q4_0/q4_0@{d}@sm_90" for d in (64, 256)),
+            "attend@kivi4/kivi2@128@sm_80",
+            "attend@q8_0/q8_0@128@sm_100",
+        ]
+    )
+)
 
 
 class Compilation:

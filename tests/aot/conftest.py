@@ -6,7 +6,7 @@ Compiling takes minutes of one core, which the tests leave free for most of the 
 from __future__ import annotations
 
 import pytest
-from aot_kernels import EITHER_SIDE, USUAL, Compilation
+from aot_kernels import OFTEN, Compilation
 
 FIXTURE = "of_every_run"
 
@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(session, config, items):
     if waiting and len(others) > len(waiting) and not config.option.collectonly:
         items[:] = others + waiting
         folder = config._tmp_path_factory.mktemp("kernels")
-        session.kernels = Compilation(EITHER_SIDE + USUAL, folder, 1, nice=10)
+        session.kernels = Compilation(OFTEN, folder, 1, nice=10)
 
 
 def pytest_sessionfinish(session):
@@ -33,7 +33,7 @@ def of_every_run(request, tmp_path_factory):
     """What the compiler says of each kernel that every run compiles."""
     running = getattr(request.session, "kernels", None)
     if running is None:
-        running = Compilation(EITHER_SIDE + USUAL, tmp_path_factory.mktemp("kernels"))
+        running = Compilation(OFTEN, tmp_path_factory.mktemp("kernels"))
     try:
         return running.result()
     finally:

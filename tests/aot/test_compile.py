@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the GPU's compiler is not installed")
 
-from aot_kernels import PAIRS, TARGETS, USUAL, WIDTHS, Compilation  # noqa: E402
+from aot_kernels import BY_16_BYTES, EITHER_SIDE, PAIRS, TARGETS, USUAL, WIDTHS, Compilation  # noqa: E402
 
 from pykv.cache.layout import cache_types  # noqa: E402
 
@@ -61,11 +61,17 @@ def row(each):
     return f"{name_of(each):<40} " + "  ".join(numbers)
 
 
-def test_formats_on_either_side_and_the_usual_pairs(of_every_run):
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_format_on_either_side_and_the_usual_pairs(target, tmp_path):
+    compiled([each for each in EITHER_SIDE + USUAL if each.endswith(target)], tmp_path)
+
+
+def test_some_formats_on_either_side_and_usual_pairs(of_every_run):
     assert {each["target"] for each in checked(of_every_run)} == set(TARGETS)
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "kivi2"])
+@pytest.mark.parametrize("name", BY_16_BYTES)
 def test_pages_are_loaded_by_16_bytes(name, of_every_run):
     of_pair = {each["pair"]: each for each in of_every_run
                if (each["d"], each["target"]) == ("128", "sm_90")}  # fmt: skip
