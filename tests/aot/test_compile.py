@@ -12,7 +12,7 @@ from pykv.cache.layout import cache_types  # noqa: E402
 
 SHARED = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes of a block
 ENCODERS = (
-    "q8_0/key", "q4_0/key", "q4_0/value", "kivi2/key", "kivi2/value+rows", "iq4_nl/key+rows",
+    "q8_0/key", "q4_0/value", "kivi2/key", "kivi2/value+rows", "iq4_nl/key+rows",
     "tq4/key", "nuq4:outliers=1%/key+rows", "nuq4:outliers=1%/value", "f16/key",
 )  # fmt: skip
 WEIGHTS = (

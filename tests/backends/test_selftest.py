@@ -86,7 +86,7 @@ def test_pages_that_mean_other_values_are_refused(check, monkeypatch, factor, ty
     with pytest.raises(NumericsError) as refused:
         check("q4_0", type_v)
     sentence = str(refused.value)
-    for part in (f"q4_0 keys and {type_v} values", "64", "off the reference's", "another cache"):
+    for part in (f"q4_0 keys, {type_v} values", "64", "off the reference's", "another cache"):
         assert part in sentence
 
 
@@ -97,7 +97,7 @@ def test_an_encoder_that_takes_other_codes_is_refused(check, monkeypatch, type_k
     """Only the page that each backend has encoded for itself differs."""
     format_ = type(find("formats", "q4_0", "").FORMAT)
     monkeypatch.setattr(format_, "quantize", other_codes(format_.quantize))
-    with pytest.raises(NumericsError, match="where 2e-02 is allowed"):
+    with pytest.raises(NumericsError, match="and 2e-02 is allowed"):
         check(type_k, type_v, position=position)
 
 
