@@ -115,17 +115,6 @@ def write_lines(
     tl.store(to, narrow(values, TAIL_V), real[:, None] & (c < (D_V + 31) // 32 * 32))
 
 
-@triton.jit(do_not_specialize=["n_lines"])
-def turn_heads(
-    x, cos, sin, n_lines, heads,
-    LINES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, N_ROT: tl.constexpr,
-    NEOX: tl.constexpr,
-):  # fmt: skip
-    """RoPE of x f32 [T, heads, D] in place."""
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    turn_lines(x, line, n_lines, heads, cos, sin, D, WIDTH, N_ROT, NEOX)
-
-
 @triton.jit(do_not_specialize=["n_rows"])
 def write_tail(
     pool, records, rows, q, k, v, cos, sin, flags, n_rows, q_heads, heads,
@@ -165,18 +154,6 @@ def tail(d_k: int, d_v: int, types: tuple[str, str], lines: int) -> dict[str, An
         "LIMIT_K": key.page_limit, "LIMIT_V": value.page_limit,
         "num_warps": warps(lines * max(width_k, width_v)),
     }  # fmt: skip
-
-
-def rope(x: Any, cos: Any, sin: Any, n_rot: int, neox: bool) -> None:
-    """Turn n_rot channels of x f32 [T, heads, d] in place, by cos and sin f32 [T, n_rot / 2]."""
-    n_rows, heads, d = x.shape
-    width = upto(d)
-    lines = rows_at_once(width, n_rows * heads)
-    turn_heads[(triton.cdiv(n_rows * heads, lines),)](
-        x, cos, sin, n_rows * heads, heads,
-        LINES=lines, D=d, WIDTH=width, N_ROT=n_rot, NEOX=neox, num_warps=warps(lines * width),
-        **FUSED,
-    )  # fmt: skip
 
 
 def write(

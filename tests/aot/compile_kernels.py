@@ -148,14 +148,6 @@ def write(key: str, value: str, d: str, target: str) -> Any:
     return made(write_triton.write_tail, fixed, target, True)
 
 
-def rope(style: str, _: str, d: str, target: str) -> Any:
-    """RoPE of a prompt's queries."""
-    n = int(d)
-    fixed = {"LINES": 8, "D": n, "WIDTH": launch_triton.upto(n), "N_ROT": n}
-    fixed["NEOX"] = style == "neox"
-    return made(write_triton.turn_heads, fixed, target, True)
-
-
 def norm(_: str, add: str, d: str, target: str) -> Any:
     """An RMS norm of rows of d values."""
     width = launch_triton.upto(int(d))
@@ -200,7 +192,7 @@ def made(
 
 KERNELS = {
     "attend": attend, "prompt": prompt, "combine": combined, "encode": encode, "matvec": matvec,
-    "gated": gated, "panel": panel, "write": write, "rope": rope, "norm": norm, "each": each,
+    "gated": gated, "panel": panel, "write": write, "norm": norm, "each": each,
 }  # fmt: skip
 
 

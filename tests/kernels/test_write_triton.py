@@ -98,17 +98,6 @@ def angles(positions, n_rot, neox):
     return rope, [torch.from_numpy(t) for t in rope.tables(positions)]
 
 
-@pytest.mark.parametrize(("d", "n_rot", "neox"), [(48, 48, True), (40, 24, True), (40, 24, False)])
-def test_rope(d, n_rot, neox):
-    positions = np.array([0, 5, 900, 31])
-    rope, (cos, sin) = angles(positions, n_rot, neox)
-    x = normal(4, 3, d)
-    found = torch.from_numpy(x.copy())
-    kernels.rope(found, cos, sin, n_rot, neox)
-    # the same products, whose sum is rounded once
-    np.testing.assert_array_equal(found.numpy(), turned(x, positions, rope))
-
-
 @pytest.mark.parametrize(
     ("types", "d"),
     [(("f16", "f16"), (64, 40)), (("bf16", "f32"), (48, 96)), (("f32", "bf16"), (40, 64))],
@@ -125,16 +114,20 @@ def test_written_bytes_are_the_formats(types, d):
     assert tails.flags.tolist() == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("turn_keys", [True, False])
-def test_one_launch_turns_and_writes(turn_keys):
-    positions, d, n_rot = np.array([3, 100, 84]), 64, 48
-    rope, (cos, sin) = angles(positions, n_rot, True)
+@pytest.mark.parametrize(
+    ("d", "n_rot", "neox", "turn_keys"),
+    [(64, 48, True, True), (48, 48, True, False), (40, 24, False, True)],
+)
+def test_one_launch_turns_and_writes(d, n_rot, neox, turn_keys):
+    """Turned by the same products, whose sum is rounded once."""
+    positions = np.array([3, 100, 84])
+    rope, (cos, sin) = angles(positions, n_rot, neox)
     tails, rows = Tails(("f16", "f16"), (d, d), positions), np.arange(3, dtype=np.int32)
     q, k, v = normal(3, 6, d), normal(3, HEADS, d, seed=1), normal(3, HEADS, d, seed=2)
     query = torch.from_numpy(q.copy())
     kernels.rope_write(
         *tails.arguments(), torch.from_numpy(rows), query, torch.from_numpy(k),
-        torch.from_numpy(v), cos, sin, tails.flags, ("f16", "f16"), n_rot, True, turn_keys,
+        torch.from_numpy(v), cos, sin, tails.flags, ("f16", "f16"), n_rot, neox, turn_keys,
     )  # fmt: skip
     np.testing.assert_array_equal(query.numpy(), turned(q, positions, rope))
     keys = turned(k, positions, rope) if turn_keys else k
