@@ -36,10 +36,11 @@ def _names(folder: str) -> tuple[str, ...]:
     return tuple(sorted(own | set(_plugins(folder))))
 
 
-def find(folder: str, name: str, what: str) -> ModuleType:
+def find(folder: str, name: str, what: str, also: tuple[str, ...] = ()) -> ModuleType:
     """The module that implements `name`.
 
-    Raises UnsupportedError when there is none; `what` names the kind of thing in the sentence.
+    Raises UnsupportedError when there is none; `what` names the kind of thing in the sentence, and
+    `also` are names that the caller knows without a module.
     """
     if name not in _NOT_KEYS and name.isidentifier():
         if name in _plugins(folder):
@@ -48,7 +49,7 @@ def find(folder: str, name: str, what: str) -> ModuleType:
         # only the absence of this very module means "unknown": other import errors are bugs
         if importlib.util.find_spec(f"pykv.{folder}.{name}") is not None:
             return importlib.import_module(f"pykv.{folder}.{name}")
-    known = names(folder)
+    known = sorted([*names(folder), *also])
     close = difflib.get_close_matches(name, known, 1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise UnsupportedError(f"unknown {what} '{name}': known are {', '.join(known)}{hint}")
