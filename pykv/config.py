@@ -43,6 +43,10 @@ class CacheConfig:
         f16, bf16, kivi and nuq keys can do; nuq keys always do.
     override: types of some layers, the first layer being 0: "0-1=k:q8_0,v:q8_0;5=k:f16"; of two
         that name a layer the later one counts.
+    policy: which tokens are kept, by name and settings: full, window, sinks, h2o, scissorhands,
+        snapkv, fastgen; "h2o:recent=0.5".
+    budget: tokens that a policy keeps of each KV head, sinks included: "1024", or "20%" of those
+        seen so far, at least 64.
     guard: on: layers whose keys type_k would spoil keep q8_0 or f16 keys; off: all as set.
     Raises ConfigError: a number out of range, a guard that is neither. Names of types, transforms
     and positions are checked when a model is loaded.
@@ -58,6 +62,8 @@ class CacheConfig:
     position: str = "write"
     override: str | None = None
     guard: str = "on"
+    policy: str = "full"
+    budget: str | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)

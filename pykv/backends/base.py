@@ -164,13 +164,83 @@ class Part:
 
 
 @dataclass
+class Move:
+    """Pages that are made of tokens of other pages, for one layer and side.
+
+    kind: "tail" tail pages of tail pages, "seal" encoded pages of tail pages, "page" encoded pages
+    of encoded pages. A pick is source * 64 + slot; -1: no token, and its values are zeros.
+    """
+
+    layer: int
+    side: int  # 0 keys, 1 values
+    kind: str
+    pages: I64  # [n] addresses of the new pages
+    heads: I64  # [n] KV head of each
+    sources: I64  # [n, sources] addresses of the pages that are read; 0: none
+    picks: I32  # [n, 64]
+
+
+class Keeper(Protocol):
+    """Takes a policy's decisions while a batch runs, a layer and a row at a time."""
+
+    def before(self, layer: int, row: int) -> list[Move]:
+        """Make room for the row's token, and fill in its record; the moves come first."""
+        ...
+
+    def after(self, layer: int, row: int) -> None:
+        """Decide what stays; the row's attention lies where its record says."""
+        ...
+
+
+@dataclass
+class Policy:
+    """What a policy asks of a backend in a step.
+
+    `places` and `sink_places` are positions by place in the cache: for queries whose keys are
+    turned when they are read, and for queries on their way to the sinks.
+    """
+
+    layers: frozenset[int]  # layers whose heads keep what the policy says
+    sums: bool = False  # whether each row's attention is wanted, summed over a KV head's queries
+    keeper: Keeper | None = None  # None: all rows at once, decisions come after the step
+    places: I64 | None = None  # [T]
+    sink_places: I64 | None = None  # [T]
+    queries: bool = False  # whether turned queries are wanted, see the records
+    moves: list[Move] = field(default_factory=list)  # to be done before anything else
+
+    @property
+    def kind(self) -> tuple[frozenset[int], bool, bool, bool]:
+        """What a program that is kept depends on."""
+        return self.layers, self.sums, self.places is None, self.queries
+
+    def copy(self) -> Policy:
+        """The same with places of its own."""
+        places, sink_places = (None if p is None else p.copy() for p in self._all_places)
+        return Policy(self.layers, self.sums, None, places, sink_places, self.queries)
+
+    def take_places(self, other: Policy) -> None:
+        """Take over another step's places."""
+        for mine, theirs in zip(self._all_places, other._all_places, strict=True):
+            if mine is not None and theirs is not None:
+                mine[:] = theirs
+
+    @property
+    def _all_places(self) -> tuple[I64 | None, I64 | None]:
+        return self.places, self.sink_places
+
+
+@dataclass
 class Step:
     """One batch, as the backend sees it.
 
     `records` is int64 [layers, T, RECORD]: 0 key table, 1 value table (addresses), 2 table
-    capacity, 3 sinks, 4 encoded pages, 5 position, 6 lowest visible position. A table is page
-    addresses int64 [KV heads, capacity]: entry 0 the sinks page, entry 1 + i tokens
-    sinks + 64 i onwards; entries up to `encoded pages` have the page format, others the tail's.
+    capacity, 3 sinks, 4 encoded pages, 5 place in the table, 6 lowest visible place, 7 position.
+    A table is page addresses int64 [KV heads, capacity]: entry 0 the sinks page, entry 1 + i the
+    places sinks + 64 i onwards; entries up to `encoded pages` have the page format, others the
+    tail's. A token's place is its position, but under a policy: there 8 is the address of int64
+    [KV heads, 2], place and encoded pages by head, and 9 that of uint64 [KV heads, capacity], the
+    bit of each slot that holds a token. 10 is where a row's attention is to be written,
+    f32 [KV heads, capacity, 64], and 11 where its queries are, f32 [query heads, D]; 0: nowhere.
     """
 
     shapes: Sequence[LayerShape]
@@ -186,6 +256,7 @@ class Step:
     parts: list[Part] = field(default_factory=list)
     n_ctx: int = 0  # tokens that fit a sequence
     memory: PageMemory | None = None  # where the pages lie
+    policy: Policy | None = None
 
     def check_cancelled(self) -> None:
         """Raise CancelledError if the run is to stop."""
@@ -269,6 +340,19 @@ class Backend(ABC):
     def own_bytes(self, shapes: Sequence[LayerShape], n_ctx: int) -> int:
         """What the backend takes of that memory, beside weights, cache and a batch's numbers."""
         return 0
+
+    keeps = False  # whether policies can run here
+
+    def move(self, step: Step, moves: Sequence[Move]) -> None:
+        """Make pages of tokens of other pages, outside a batch."""
+        raise NotImplementedError
+
+    def window_sums(self, step: Step, layer: int, queries: F32) -> F32:
+        """Attention of queries [n, H, D], turned and scaled, summed over them: [H, capacity, 64].
+
+        The step's rows are theirs; its records say what each sees.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def array(self, x: F32) -> Array:

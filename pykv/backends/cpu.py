@@ -8,19 +8,21 @@ BLAS, a panel of weights at a time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pykv.backends import plan
+from pykv.backends import cpu_kept, plan
 from pykv.backends.base import (
     F32,
     Array,
     Backend,
     CacheFormats,
     LayerShape,
+    Move,
     Rope,
     Step,
     WeightSource,
@@ -82,6 +84,7 @@ class CpuBackend(Backend):
     """
 
     name = "cpu"
+    keeps = True
 
     def __init__(
         self,
@@ -147,15 +150,46 @@ class CpuBackend(Backend):
         with self._lock:
             few = step.n_rows < BLAS_ROWS and len(step.rounds) == 1 and not step.rounds[0].moves
             few = few and self.listener is None
+            if step.policy is not None:
+                few = few and step.policy.keeper is None
+                if step.policy.moves:
+                    self._move(step, step.policy.moves)
             return self._replay(graph, step) if few else self._run_once(graph, step)
 
     def _new_program(self) -> Program:
         return Program(self._crew)
 
+    def new_program(self) -> Program:
+        """A fresh program, which verbs add to from here on."""
+        self._program = self._new_program()
+        return self._program
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A block that runs programs of its own: what was noted down before runs first."""
+        self._flush()
+        before = self._program
+        try:
+            yield
+        finally:
+            self._program = before
+
+    def move(self, step: Step, moves: Sequence[Move]) -> None:  # noqa: D102
+        with self._lock:
+            self._move(step, moves)
+
+    def _move(self, step: Step, moves: Sequence[Move]) -> None:
+        cpu_kept.move(self, CpuAttention(self, step).maps, step, moves)
+
+    def window_sums(self, step: Step, layer: int, queries: F32) -> F32:  # noqa: D102
+        with self._lock:
+            return cpu_kept.window_sums(self, CpuAttention(self, step), layer, queries)
+
     def _replay(self, graph: Any, step: Step) -> F32:
         # the graph itself is part of the key, and so stays alive; so do the formats, in the copy
         key = (
             graph, step.n_rows, len(step.outputs), CpuAttention.capacity(step), id(step.formats),
+            None if step.policy is None else step.policy.kind,
         )  # fmt: skip
         if key not in self._programs:
             self._program, self.arena = self._new_program(), Arena()
@@ -164,6 +198,7 @@ class CpuBackend(Backend):
             own = Step(
                 step.shapes, step.formats, step.tokens.copy(), step.positions.copy(),
                 step.outputs.copy(), step.records.copy(), step.rounds, step.numbers,
+                policy=None if step.policy is None else step.policy.copy(),
             )  # fmt: skip
             self._attention = CpuAttention(self, own)
             logits = graph.forward(own)
@@ -171,6 +206,8 @@ class CpuBackend(Backend):
         program, logits, attention, own = self._programs[key]
         own.tokens[:], own.positions[:] = step.tokens, step.positions
         own.outputs[:], own.records[:] = step.outputs, step.records
+        if own.policy is not None and step.policy is not None:
+            own.policy.take_places(step.policy)
         attention.refresh(program)
         program.run(step.check_cancelled)
         attention.check()
@@ -201,6 +238,12 @@ class CpuBackend(Backend):
         """Raise CancelledError if the batch that runs is to stop."""
         if self._attention is not None:
             self._attention.step.check_cancelled()
+
+    def copy(self, x: Buffer) -> Buffer:
+        """A copy of a result."""
+        out = self.buffer(*x.shape)
+        self.emit("add", 1, x, 0, out, int(np.prod(x.shape)), 1.0)
+        return out
 
     def buffer(self, *shape: int) -> Buffer:
         """Fresh memory for a result."""

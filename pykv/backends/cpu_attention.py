@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pykv.backends import cpu_kept
 from pykv.backends.base import F32, I64, PAGE, Rope, Step
 from pykv.backends.kernels import cache_key, stem, tiles
 from pykv.backends.page_maps import PageMaps, Turns
@@ -28,6 +29,7 @@ ROWS_AT_ONCE = 16  # rows whose partial sums are kept at the same time
 LINES_AT_ONCE = 64  # query heads x queries of one prompt task
 MOST_RUN, SHARES_PER_THREAD = 4, 16  # chunks that a thread takes at a time, and how often it does
 LEAST_SHARE = 4096  # values that a thread writes or sums at a time
+SUMS_WORDS = 13  # of column_sums' parameters
 LAUNCH_FLOPS = 4e9  # of one prompt launch, so that Ctrl-C is heard soon
 
 
@@ -37,6 +39,16 @@ class _RowLaunch:
 
     lines: list[tuple[int, I64, int]]  # line, parameters, tasks per chunk
     combine: tuple[int, I64, int, int]  # line, parameters, tasks, values per chunk
+
+
+@dataclass
+class Queries:
+    """Queries of all rows, turned: for pages as written, for the sinks, and for mapped pages."""
+
+    own: Buffer
+    sinks: Buffer
+    pages: Buffer
+    turns: Any  # position_numba.py's numbers, or 0
 
 
 def _share(values: int) -> int:
@@ -49,13 +61,14 @@ class CpuAttention:
 
     def __init__(self, backend: CpuBackend, step: Step) -> None:
         self._backend, self.step = backend, step
-        self._ropes: dict[int, tuple[Rope, F32, F32]] = {}
+        # by rope and kind of position: cosines and sines of the rows
+        self._ropes: dict[tuple[int, str], tuple[Rope, F32, F32]] = {}
         self._flags = np.zeros((len(step.shapes), 4), np.int64)
-        self._chunks = max(1, self.capacity(step))
+        self._chunks = self._room = max(1, self.capacity(step))
         self._launches: list[_RowLaunch] = []
         self._scratch: dict[int, Memory] = {}
         self._partial: dict[tuple[int, int], tuple[Memory, Memory]] = {}
-        self._maps = [
+        self.maps = [
             PageMaps(*layer)
             for layer in zip(
                 step.shapes, step.formats, step.numbers or ((),) * len(step.shapes), strict=True
@@ -68,7 +81,7 @@ class CpuAttention:
     @staticmethod
     def capacity(step: Step) -> int:
         """Chunks to make room for: what the longest row needs, rounded up to a power of two."""
-        entries = 2 + int(step.positions.max()) // PAGE
+        entries = 2 + int(step.records[:, :, 5].max()) // PAGE
         return 1 << (-(-entries * PAGE // CHUNK_TOKENS) - 1).bit_length()
 
     def _run_of_chunks(self, tasks: int) -> int:
@@ -80,17 +93,17 @@ class CpuAttention:
     def refresh(self, program: Program) -> None:
         """Take over the step's positions: RoPE tables and the number of chunks."""
         self._flags[:] = 0  # a run that was stopped may have left some
-        for rope, cos, sin in self._ropes.values():
-            cos[:], sin[:] = rope.tables(self.step.positions)
+        for (_, kind), (rope, cos, sin) in self._ropes.items():
+            cos[:], sin[:] = rope.tables(self._places(kind))
         records = self.step.records
         sinks = int(records[0, 0, 3])
-        entries = 2 + max(int(self.step.positions.max()) - sinks, 0) // PAGE
+        entries = 2 + max(int(records[:, :, 5].max()) - sinks, 0) // PAGE
         chunks = -(-entries * PAGE // CHUNK_TOKENS)
         if chunks != self._chunks:
             self._chunks = chunks
             for launch in self._launches:
                 for line, ctx, tasks in launch.lines:
-                    ctx[11] = chunks
+                    ctx[7 if len(ctx) == SUMS_WORDS else 11] = chunks
                     program.set_tasks(line, tasks * chunks, self._run_of_chunks(tasks * chunks))
                 line, ctx, tasks, width = launch.combine
                 ctx[3] = chunks
@@ -116,45 +129,69 @@ class CpuAttention:
         self, layer: int, q: Buffer, k: Buffer, v: Buffer, rope: Rope | None, scale: float
     ) -> Buffer:
         """Lines for one layer's attention; see Backend.attention."""
-        self._turn(q, rope, scale)
         shape, formats = self.step.shapes[layer], self.step.formats[layer]
+        policy = self.step.policy
+        if policy is None or layer not in policy.layers:
+            policy = None
+        q_sinks = q
+        if policy is not None and policy.sink_places is not None:
+            q_sinks = self._backend.copy(q)
+            self._turn(q_sinks, rope, scale, "sinks")
         turns: Any = 0
         if formats.position == "read":
+            self._turn(q, rope, scale, "write" if policy is None else "read")
             turns = self._turns_for(rope)
         else:
+            self._turn(q, rope, scale)
             self._turn(k, rope, 1.0)
         out = self._backend.buffer(q.shape[0], shape.n_head * shape.d_v)
-        few = q.shape[0] < 8 or self._backend.deterministic
-        q_pages = self._key_query(layer, q)
+        queries = Queries(q, q_sinks, self.key_query(layer, q), turns)
+        if self.step.policy is not None and self.step.policy.queries and shape.window == 0:
+            cpu_kept.keep_queries(self._backend, self.step, layer, q)
+        if policy is not None and policy.keeper is not None:
+            cpu_kept.attend_by_row(self._backend, self, layer, queries, k, v, out)
+            return out
+        few = q.shape[0] < 8 or self._backend.deterministic or policy is not None
         for number, round_ in enumerate(self.step.rounds):
             rows = self._rows[number]
-            self._backend.emit(
-                f"write_{formats.tail_k}_{formats.tail_v}", shape.n_kv,
-                self.step.records[layer], rows, len(rows), k, shape.n_kv * shape.d_k * 4,
-                v, shape.n_kv * shape.d_v * 4, shape.d_k, shape.d_v, shape.n_kv, self._flags[layer],
-                share=_share(len(rows) * shape.d_k),
-            )  # fmt: skip
+            self.write(layer, rows, k, v)
             if few:
                 for first in range(0, len(rows), ROWS_AT_ONCE):
-                    self._attend_rows(
-                        layer, rows[first : first + ROWS_AT_ONCE], q, q_pages, out, turns
-                    )
+                    self.attend_rows(layer, rows[first : first + ROWS_AT_ONCE], queries, out)
             else:
                 for segment in round_.segments:
-                    self._attend_prompt(layer, segment.first, segment.count, q, q_pages, out, turns)
+                    self._attend_prompt(layer, segment.first, segment.count, queries, out)
             if round_.moves:
                 self._encode(layer, round_.moves[layer])
         return out
 
-    def _turn(self, x: Buffer, rope: Rope | None, scale: float) -> None:
+    def write(self, layer: int, rows: Any, k: Buffer, v: Buffer) -> None:
+        """Put some rows' keys and values in the tail."""
+        shape, formats = self.step.shapes[layer], self.step.formats[layer]
+        self._backend.emit(
+            f"write_{formats.tail_k}_{formats.tail_v}", shape.n_kv,
+            self.step.records[layer], rows, len(rows), k, shape.n_kv * shape.d_k * 4,
+            v, shape.n_kv * shape.d_v * 4, shape.d_k, shape.d_v, shape.n_kv, self._flags[layer],
+            share=_share(len(rows) * shape.d_k),
+        )  # fmt: skip
+
+    def _places(self, kind: str) -> I64:
+        """Positions by which queries are turned: their own, or by place; see base.Policy."""
+        policy = self.step.policy
+        if policy is None or kind == "write":
+            return self.step.positions
+        places = policy.sink_places if kind == "sinks" else policy.places
+        return self.step.positions if places is None else places
+
+    def _turn(self, x: Buffer, rope: Rope | None, scale: float, kind: str = "write") -> None:
         rows, heads, d = x.shape
         if rope is None:
             if scale != 1.0:
                 self._backend.emit("add", 1, x, 0, x, rows * heads * d, float(scale))
             return
-        if id(rope) not in self._ropes:
-            self._ropes[id(rope)] = (rope, *rope.tables(self.step.positions))
-        _, cos, sin = self._ropes[id(rope)]
+        if (id(rope), kind) not in self._ropes:
+            self._ropes[id(rope), kind] = (rope, *rope.tables(self._places(kind)))
+        _, cos, sin = self._ropes[id(rope), kind]
         other, step = (rope.n_rot // 2, 1) if rope.neox else (1, 2)
         self._backend.emit(
             "rope", rows, x, heads, d, rope.n_rot, other, step, cos, sin, float(scale)
@@ -167,9 +204,9 @@ class CpuAttention:
             self._turns[id(rope)] = Turns(rope, sinks, entries)
         return self._turns[id(rope)].words
 
-    def _key_query(self, layer: int, q: Buffer) -> Buffer:
+    def key_query(self, layer: int, q: Buffer) -> Buffer:
         """The rows' queries [T, H, D] as the layer's key pages want them."""
-        maps = self._maps[layer]
+        maps = self.maps[layer]
         if maps.matrix_k is None:
             return q
         rows, heads, d = q.shape
@@ -180,18 +217,24 @@ class CpuAttention:
         )  # fmt: skip
         return out
 
-    def _scratch_for(self, n_bytes: int) -> Memory:
+    def scratch_for(self, n_bytes: int) -> Memory:
         """Scratch of n_bytes for every worker, kept while the batch runs."""
         if n_bytes not in self._scratch:
             self._scratch[n_bytes] = self._arena.take(n_bytes * self._backend.threads)
         return self._scratch[n_bytes]
 
-    def _attend_rows(
-        self, layer: int, rows: Any, q: Buffer, q_pages: Buffer, out: Buffer, turns: Any
+    def attend_rows(
+        self, layer: int, rows: Any, queries: Queries, out: Buffer, each: Any = None
     ) -> None:
+        """Lines for some rows' attention; `each`: where every query head's shares go, or nowhere.
+
+        Where a policy wants to know them, the rows' shares go where their records say.
+        """
+        policy = self.step.policy
+        taps = each is not None or (policy is not None and policy.sums and layer in policy.layers)
         backend, shape = self._backend, self.step.shapes[layer]
         key, group = cache_key(self.step.formats[layer]), shape.n_head // shape.n_kv
-        maps, room = self._maps[layer], self.capacity(self.step)
+        maps, room = self.maps[layer], self._room
         width = (shape.d_v + 31) // 32 * 32
         if maps.matrix_v is not None:
             width += (maps.d_v + 31) // 32 * 32
@@ -200,17 +243,23 @@ class CpuAttention:
             memory = self._arena.take(places * width * 4), self._arena.take(places * 8)
             self._partial[places, width] = memory
         partial, stats = (m.address for m in self._partial[places, width])
-        lines = []
+        lines, sums = [], []
         for heads, first, count in tiles(group):
             scratch = heads * CHUNK_TOKENS * 4
             tasks = len(rows) * shape.n_kv * count
+            if taps:
+                own = self._arena.take(tasks * room * scratch)
+                sums.append((heads, first, count, own, scratch))
+            else:
+                own = self.scratch_for(scratch)
             ctx = backend.emit(
                 f"attend_{key}_g{heads}", tasks * self._chunks, self.step.records[layer], rows,
-                len(rows), q, shape.n_head * shape.d_k * 4, shape.d_k, shape.d_v, shape.n_kv, group,
-                first, count, self._chunks, partial, stats, self._scratch_for(scratch).address,
-                scratch, q_pages, shape.n_head * maps.d_k * 4, maps.d_k, maps.d_v,
+                len(rows), queries.own, shape.n_head * shape.d_k * 4, shape.d_k, shape.d_v,
+                shape.n_kv, group, first, count, self._chunks, partial, stats, own.address,
+                scratch, queries.pages, shape.n_head * maps.d_k * 4, maps.d_k, maps.d_v,
                 maps.matrix_v is not None, maps.extra_k, maps.extra_k.shape[1] * 4, maps.extra_v,
-                maps.extra_v.shape[1] * 4, turns, share=self._run_of_chunks(tasks * self._chunks),
+                maps.extra_v.shape[1] * 4, queries.turns, queries.sinks, taps,
+                share=self._run_of_chunks(tasks * self._chunks),
             )  # fmt: skip
             lines.append((len(backend.program) - 1, ctx, tasks))
         tasks = len(rows) * shape.n_head
@@ -221,38 +270,69 @@ class CpuAttention:
             share=_share(self._chunks * maps.d_v),
         )  # fmt: skip
         combine = len(backend.program) - 1, ctx, tasks, maps.d_v
+        for number, (heads, first, count, own, scratch) in enumerate(sums):
+            tasks = len(rows) * shape.n_kv
+            ctx = backend.emit(
+                "column_sums", tasks * self._chunks, self.step.records[layer], rows, shape.n_kv,
+                group, first, count, heads, self._chunks, own.address, scratch, stats,
+                number > 0, 0 if each is None else each,
+            )  # fmt: skip
+            backend.program.keep(own)
+            lines.append((len(backend.program) - 1, ctx, tasks))
         self._launches.append(_RowLaunch(lines, combine))
 
+    def attend_window(self, layer: int, rows: Any, q: Buffer, each: F32) -> None:
+        """Lines that write out what rows of finished queries give every token."""
+        shape = self.step.shapes[layer]
+        out = self._backend.buffer(q.shape[0], shape.n_head * shape.d_v)
+        self.attend_rows(layer, rows, Queries(q, q, self.key_query(layer, q), 0), out, each)
+
+    def chunks_of(self, layer: int, row: int) -> int:
+        """Chunks that a row of a layer under a policy sees."""
+        records = self.step.records[layer, row]
+        entries = 2 + max(int(records[5] - records[3]), 0) // PAGE
+        return -(-entries * PAGE // CHUNK_TOKENS)
+
+    def row_program(
+        self, layer: int, row: Any, queries: Queries, k: Buffer, v: Buffer, out: Buffer, chunks: int
+    ) -> Program:
+        """A program of one row's attention, to be run for row after row."""
+        self._chunks = self._room = chunks
+        program = self._backend.new_program()
+        self.write(layer, row, k, v)
+        self.attend_rows(layer, row, queries, out)
+        return program
+
     def _attend_prompt(
-        self, layer: int, first: int, count: int, q: Buffer, q_pages: Buffer, out: Buffer,
-        turns: Any,
-    ) -> None:  # fmt: skip
+        self, layer: int, first: int, count: int, queries: Queries, out: Buffer
+    ) -> None:
         from pykv.kernels.prompt_numba import scratch_bytes
 
-        shape, maps = self.step.shapes[layer], self._maps[layer]
+        shape, maps = self.step.shapes[layer], self.maps[layer]
         group = shape.n_head // shape.n_kv
         per_block = max(1, LINES_AT_ONCE // group)
         scratch = scratch_bytes(per_block, group, shape.d_k, shape.d_v, maps.d_k, maps.d_v)
         context = int(self.step.positions[first + count - 1]) + 1
         flops = 2 * context * shape.n_head * (shape.d_k + shape.d_v)
         at_once = max(per_block, int(LAUNCH_FLOPS / flops) // per_block * per_block)
+        q, q_pages = queries.own, queries.pages
         for start in range(first, first + count, at_once):
-            queries = min(at_once, first + count - start)
+            rows = min(at_once, first + count - start)
             self._backend.emit(
                 f"prompt_{cache_key(self.step.formats[layer])}",
-                shape.n_kv * -(-queries // per_block), self.step.records[layer, start], queries,
+                shape.n_kv * -(-rows // per_block), self.step.records[layer, start], rows,
                 q.address + start * shape.n_head * shape.d_k * 4, shape.n_head * shape.d_k * 4,
                 shape.d_k, shape.d_v, shape.n_kv, group, per_block, shape.window,
                 out.address + start * shape.n_head * shape.d_v * 4, shape.n_head * shape.d_v * 4,
-                self._scratch_for(scratch).address, scratch,
+                self.scratch_for(scratch).address, scratch,
                 q_pages.address + start * shape.n_head * maps.d_k * 4, shape.n_head * maps.d_k * 4,
                 maps.d_k, maps.d_v, 0 if maps.back_v is None else maps.back_v,
                 maps.extra_k, maps.extra_k.shape[1] * 4, maps.extra_v, maps.extra_v.shape[1] * 4,
-                turns, maps.distance_back_v, cost=int(queries * flops / 32),
+                queries.turns, maps.distance_back_v, cost=int(rows * flops / 32),
             )  # fmt: skip
 
     def _encode(self, layer: int, moves: tuple[I64, I64]) -> None:
-        shape, maps = self.step.shapes[layer], self._maps[layer]
+        shape, maps = self.step.shapes[layer], self.maps[layer]
         names = self.step.formats[layer]
         sides = (
             (f"k_{names.tail_k}_{stem(names.page_k)}", shape.d_k, maps.matrix_k, maps.d_k,
@@ -265,7 +345,7 @@ class CpuAttention:
                 scratch = ((d + 31) // 32 + (r + 31) // 32) * 32 * PAGE * 4
                 self._backend.emit(
                     f"encode_{kernel}", len(side_moves), side_moves, d,
-                    self._scratch_for(scratch).address, scratch,
+                    self.scratch_for(scratch).address, scratch,
                     0 if matrix is None else matrix, r, shape.n_kv, extra, extra.shape[1] * 4,
                     distance,
                 )  # fmt: skip

@@ -109,12 +109,18 @@ class Kernels:
             self._kernels[name] = self._jit.kernel(template, name, **names)
 
     def _load_by_name(self, name: str) -> None:
-        from pykv.kernels import elementwise_numba, matvec_numba
+        from pykv.kernels import elementwise_numba, matvec_numba, statistics_numba
 
         if name in ELEMENTWISE:
             self._add(name, getattr(elementwise_numba, name))
             return
         kind, _, rest = name.partition("_")
+        if name in ("column_sums", "keep_query"):
+            self._add(name, getattr(statistics_numba, name))
+            return
+        if kind == "gather":
+            self._load_gather(name, *rest.split("_", 2))
+            return
         if kind in ("vnni", "quantize"):
             self._load_vnni(kind, name, rest)
             return
@@ -128,6 +134,20 @@ class Kernels:
         if kind == "matvec":
             names["ROWS"] = int(rest.rpartition("_r")[2])
         self._add(name, getattr(matvec_numba, kind), **names)
+
+    def _load_gather(self, name: str, side: str, kind: str, types: str) -> None:
+        from pykv.kernels import statistics_numba, turn_numba
+
+        what = {"k": "keys", "v": "values"}[side]
+        tail, _, page = types.partition("_")
+        old, new = {"tail": (tail, tail), "seal": (tail, page), "page": (page, page)}[kind]
+        modules = plan.cpu_cache_modules(CacheFormats(old, new, old, new))
+        self._add(
+            name, statistics_numba.gather, KEYS=side == "k", SEAL=kind == "seal",
+            read=getattr(modules[old], f"read_{what}"),
+            encode=getattr(modules[new], f"encode_{what}"),
+            turn_page=getattr(turn_numba, f"turn_{what}"),
+        )  # fmt: skip
 
     def _load_vnni(self, kind: str, name: str, rest: str) -> None:
         from pykv.kernels import vnni_numba

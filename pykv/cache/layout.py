@@ -14,6 +14,8 @@ from pykv.config import CacheConfig
 from pykv.errors import ConfigError
 from pykv.formats.base import Side
 from pykv.formats.coded import find
+from pykv.policies import base as policies
+from pykv.policies.base import Budget, Policy
 
 TAIL_TYPES = ("f16", "bf16", "f32")
 LEAST_SINKS = 4  # tokens that a calibration leaves out; see engine/calibrate.py
@@ -38,7 +40,8 @@ def cache_types() -> list[str]:
 def check(config: CacheConfig) -> None:
     """Raise ConfigError for what is wrong whatever the model: types, transforms, overrides."""
     for name in (config.type_k, config.type_v):
-        _check_sinks(name, config.sinks)
+        _check_sinks(name, sinks_of(config))
+    policy_of(config)
     if config.tail_type is not None and config.tail_type not in TAIL_TYPES:
         raise ConfigError(
             f"kv tail type '{config.tail_type}' is unknown; it is one of {', '.join(TAIL_TYPES)}"
@@ -159,7 +162,7 @@ def _overrides(config: CacheConfig) -> list[tuple[int, int, str | None, str | No
         for name in (match[3], match[5]):
             if name is not None:
                 _format(name, f"cache type override '{part}': ")
-                _check_sinks(name, config.sinks)
+                _check_sinks(name, sinks_of(config))
         found.append((first, last, match[3], match[5], part))
     return found
 
@@ -187,6 +190,8 @@ class Band:
     residual: int
     layers: list[int]
     sizes: dict[tuple[str, int], int]  # bytes by kind (sinks, page, tail) and side
+    policy: bool  # whether a policy acts on these layers
+    whole: bool  # whether these are all layers
 
     @property
     def exact(self) -> bool:
@@ -214,18 +219,75 @@ class Band:
 
 def bands_of(config: CacheConfig, shapes: Sequence[LayerShape]) -> list[Band]:
     """The layers in bands.  Raises ConfigError: as `layouts_of`."""
-    layouts = layouts_of(config, shapes)
+    layouts, policy = layouts_of(config, shapes), policy_of(config)[0]
+    acts = [policy is not None and shape.window == 0 for shape in shapes]
     bands = []
-    for layout in dict.fromkeys(layouts):
-        layers = [i for i, other in enumerate(layouts) if other is layout]
+    for layout, acted in dict.fromkeys(zip(layouts, acts, strict=True)):
+        layers = [i for i, pair in enumerate(zip(layouts, acts, strict=True))
+                  if pair == (layout, acted)]  # fmt: skip
         shape, sizes = shapes[layers[0]], {}
         for kind in ("sinks", "page", "tail"):
             for side in (0, 1):
-                n_bytes = _page_bytes(shape, layout.formats, side, kind, config.sinks)
+                n_bytes = _page_bytes(shape, layout.formats, side, kind, sinks_of(config))
                 if n_bytes:
                     sizes[kind, side] = n_bytes
-        bands.append(Band(layout.formats, layout.residual, layers, sizes))
+        bands.append(Band(
+            layout.formats, layout.residual, layers, sizes, acted, len(layers) == len(shapes)
+        ))  # fmt: skip
+    _check_policy(policy, bands, shapes)
     return bands
+
+
+def policy_of(config: CacheConfig) -> tuple[Policy | None, Budget | None]:
+    """The settings' policy and its budget; None: every token is kept.
+
+    Raises ConfigError, UnsupportedError: names or numbers that are not understood, a budget that is
+    missing, of no use, or too small.
+    """
+    policy = policies.parse(config.policy)
+    if policy is None or not policy.takes_budget:
+        if config.budget is not None:
+            raise ConfigError(
+                f"--kv-budget {config.budget} has no effect with --kv-policy {config.policy}; "
+                "leave it out or choose another policy"
+            )
+        return policy, None
+    if config.budget is None:
+        raise ConfigError(
+            f"--kv-policy {policy.name} needs --kv-budget: a number of tokens such as 1024, or a "
+            "share of those seen such as 20%"
+        )
+    budget = Budget.parse(config.budget)
+    policy.check(budget.of(0), sinks_of(config))
+    return policy, budget
+
+
+def sinks_of(config: CacheConfig) -> int:
+    """The first tokens that stay exact: none under a policy that drops them."""
+    policy = policies.parse(config.policy)
+    return config.sinks if policy is None or policy.keeps_sinks else 0
+
+
+def _check_policy(
+    policy: Policy | None, bands: Sequence[Band], shapes: Sequence[LayerShape]
+) -> None:
+    """Raise ConfigError: the policy cannot act on this model or on these formats."""
+    if policy is None:
+        return
+    mine = [band for band in bands if band.policy]
+    if not mine:
+        raise ConfigError(
+            f"--kv-policy {policy.name} has nothing to act on: every layer of the model has a "
+            "sliding window of its own"
+        )
+    if len({(shapes[i].n_kv, shapes[i].n_head) for band in mine for i in band.layers}) > 1:
+        raise ConfigError(f"--kv-policy {policy.name} needs as many heads in every layer")
+    if policy.per_head and any(band.formats.position == "read" for band in mine):
+        raise ConfigError(
+            f"--kv-policy {policy.name} leaves pages whose tokens do not follow each other, and "
+            "keys that RoPE turns when they are read (nuq, --kv-position read) need that they do; "
+            "choose another key type, or the policy window or sinks"
+        )
 
 
 def _page_bytes(shape: LayerShape, formats: CacheFormats, side: int, kind: str, sinks: int) -> int:

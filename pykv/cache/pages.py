@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pykv.backends.base import PageMemory
+from pykv.backends.base import F32, PageMemory
+
+if TYPE_CHECKING:
+    from pykv.cache.kept import Kept
 
 I64 = NDArray[np.int64]
 SLAB_BYTES = 1 << 20  # of a pool's first slabs; later ones are a quarter of what is there
@@ -112,6 +116,23 @@ class PagePool:
                 self._extra[address] = more - 1
 
 
+@dataclass(eq=False)
+class Recent:
+    """The last queries f32 [n, query heads, D] of each of a policy's layers, and all token ids.
+
+    The query at position p is in slot p % n; `first` is the first position whose query counts.
+    """
+
+    queries: list[F32]
+    tokens: list[int] = field(default_factory=list)
+    first: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return sum(q.nbytes for q in self.queries) + 4 * len(self.tokens)
+
+
 @dataclass(eq=False)  # what a backend knows of a sequence is kept by it
 class Held:
     """A sequence's tables, int64 [2 sides, layers, KV heads, capacity], and how far they reach."""
@@ -120,6 +141,8 @@ class Held:
     tokens: int = 0
     encoded: list[int] = field(default_factory=list)  # per band of layers: pages
     first: list[int] = field(default_factory=list)  # per layer: the first table entry still held
+    kept: Kept | None = None  # what a policy has kept, in its layers, once it has acted
+    recent: Recent | None = None  # for policies that act when a prompt ends
 
 
 @dataclass

@@ -1,10 +1,9 @@
 """The store: every sequence's keys and values, in pages of 64 tokens of one KV head.
 
-A head's cache is, in token order: the sinks (the first S tokens) in a short page, encoded pages,
-and the tail, whose newest page may be partly filled. Table entry 0 is the sinks page, entry 1 + i
-holds tokens S + 64 i onwards. New tokens go to the tail; while it holds residual + 64 tokens or
-more, its oldest 64 are encoded. Layers of equal formats are a band: their pages have the same sizes
-and are encoded at the same tokens.
+A head's cache is the sinks (the first S tokens) in a short page, encoded pages, and the tail, whose
+newest page may be partly filled. New tokens go to the tail; while it holds residual + 64 tokens or
+more, its oldest 64 are encoded. Sequences that keep every token have tables of consecutive tokens,
+see paging.py; what a policy has kept, head by head, is in kept.py.
 
 A batch is one transaction: `begin` allocates whatever it will need and tells the backend where
 things lie, `commit` makes it count, `abort` leaves the store as it was.
@@ -13,26 +12,23 @@ things lie, `commit` makes it count, `abort` leaves the store as it was.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from pykv.backends.base import (
-    I32,
-    I64,
-    PAGE,
-    RECORD,
-    LayerShape,
-    PageMemory,
-    Part,
-    Round,
-    Segment,
-    Step,
-)
-from pykv.cache.layout import Band, bands_of
-from pykv.cache.pages import SLAB_BYTES, Held, HostMemory, PagePool, Undo
+from pykv.backends.base import F32, I32, RECORD, LayerShape, Move, PageMemory, Step
+from pykv.cache import deciding
+from pykv.cache.deciding import Ending, Rows
+from pykv.cache.kept import Kept
+from pykv.cache.layout import bands_of, policy_of, sinks_of
+from pykv.cache.pages import SLAB_BYTES, Held, HostMemory, Recent, Undo
+from pykv.cache.paging import Paging
 from pykv.config import CacheConfig
-from pykv.errors import CacheFullError
+from pykv.errors import CacheFullError, ConfigError
 from pykv.formats.coded import HeadNumbers
+from pykv.policies.base import U8
+
+ENDLESS = 1 << 30  # tokens of a text under a policy that distances do not grow with
 
 
 class Store:
@@ -40,7 +36,10 @@ class Store:
 
     `n_ctx` tokens fit a sequence. `memory` is where pages lie, the process's own by default;
     `numbers` is what a calibration file says of each layer, for the formats that want one.
+    `classes` u8 [vocabulary] are the tokens' classes, for policies that ask.
     """
+
+    classes: U8 = np.zeros(0, np.uint8)
 
     def __init__(
         self,
@@ -50,35 +49,46 @@ class Store:
         memory: PageMemory | None = None,
         numbers: Sequence[Sequence[Sequence[HeadNumbers]]] = (),
     ) -> None:
-        self.shapes, self.config, self.n_ctx = list(shapes), config, n_ctx
-        self.sinks = config.sinks
-        self._bands = bands_of(config, self.shapes)
-        self._band_of = np.empty(len(self.shapes), np.int64)
-        for number, band in enumerate(self._bands):
-            self._band_of[band.layers] = number
-        self.formats = [self._bands[n].formats for n in self._band_of]
+        self.shapes, self.n_ctx = list(shapes), n_ctx
+        self.sinks = sinks_of(config)
+        self.config = replace(config, sinks=self.sinks)
+        bands = bands_of(self.config, self.shapes)
         self.memory: PageMemory = HostMemory() if memory is None else memory
+        self._paging = Paging(self.shapes, bands, self.sinks, n_ctx, self.memory)
+        self.formats = [bands[n].formats for n in self._paging.band_of]
         self.numbers = numbers
-        self._pools: dict[int, PagePool] = {}
+        self.policy, budget = policy_of(self.config)
+        self._rules = None
+        if self.policy is not None:
+            self._rules = deciding.rules(self.policy, budget, self._paging)
         self._sequences: dict[int, Held] = {}
         self._next = 0
         self._open: list[Undo] = []
-        self._heads = max(s.n_kv for s in shapes)
-        self._uniform = all(s.n_kv == self._heads for s in shapes)
-        # tokens that a query sees in each layer, [layers, 1]
-        self._reach = np.array([[s.window or n_ctx] for s in shapes], np.int64)
-
-    def _pool(self, page_bytes: int) -> PagePool:
-        if page_bytes not in self._pools:
-            self._pools[page_bytes] = PagePool(page_bytes, self.memory)
-        return self._pools[page_bytes]
+        self._rows: Rows | None = None  # of an open batch that is decided row by row
+        self._fresh: list[Held] = []  # sequences that a policy takes over in the open transaction
+        self.peak_nbytes = (
+            0  # most that was in use after a batch, where a policy reads whole prompts
+        )
 
     # sequences
 
     def new_sequence(self) -> int:
         """An empty sequence's number."""
-        tables = np.zeros((2, len(self.shapes), self._heads, 16), np.int64)
-        return self._add(Held(tables, 0, [0] * len(self._bands), [0] * len(self.shapes)))
+        held = self._paging.empty()
+        self._start(held)
+        return self._add(held)
+
+    def _start(self, held: Held) -> None:
+        """What a policy wants to know of a sequence from its beginning."""
+        held.kept = held.recent = None
+        if self._rules is not None:
+            if self._rules.policy.moment == "token":
+                held.kept = Kept(self._rules)
+            else:
+                n = self._rules.policy.n_queries
+                held.recent = Recent(
+                    [np.zeros((n, s.n_head, s.d_k), np.float32) for s in self._rules.shapes]
+                )
 
     def _add(self, sequence: Held) -> int:
         self._next += 1
@@ -86,84 +96,73 @@ class Store:
         return self._next
 
     def length(self, sequence: int) -> int:
-        """Tokens that a sequence holds."""
+        """Tokens that a sequence has read."""
         return self._sequences[sequence].tokens
 
+    def room(self, sequence: int) -> int:
+        """Tokens that may yet be read."""
+        endless = self.policy is not None and self.policy.endless
+        return (ENDLESS if endless else self.n_ctx) - self.length(sequence)
+
+    @property
+    def forks(self) -> bool:
+        """Whether sequences can share pages."""
+        return self.policy is None or not self.policy.per_head
+
     def fork(self, sequence: int) -> int:
-        """A new sequence that shares every page with this one."""
+        """A new sequence that shares every page with this one.
+
+        Raises ConfigError: heads keep different tokens.
+        """
+        if not self.forks:
+            raise ConfigError(
+                f"a sequence cannot be forked, nor a prefix shared, under --kv-policy "
+                f"{self.config.policy}: each head keeps tokens of its own; read the text again"
+            )
         old = self._sequences[sequence]
-        for pool, addresses in self._pages_of(old):
+        for pool, addresses in self._paging.pages_of(old):
             pool.hold(addresses)
-        return self._add(Held(old.tables.copy(), old.tokens, list(old.encoded), list(old.first)))
+        kept = None if old.kept is None else old.kept.fork()
+        return self._add(
+            Held(old.tables.copy(), old.tokens, list(old.encoded), list(old.first), kept)
+        )
 
     def free(self, sequence: int) -> None:
         """Give back a sequence's pages."""
-        old = self._sequences.pop(sequence)
-        for pool, addresses in self._pages_of(old):
+        self._drop_pages(self._sequences.pop(sequence))
+
+    def _drop_pages(self, held: Held) -> None:
+        kept = [] if held.kept is None else held.kept.pages()
+        for pool, addresses in [*self._paging.pages_of(held), *kept]:
             pool.drop(addresses)
-
-    @staticmethod
-    def _kind(sequence: Held, band: int, entry: int) -> str:
-        if entry == 0:
-            return "sinks"
-        return "page" if entry <= sequence.encoded[band] else "tail"
-
-    def _entries(self, tokens: int) -> int:
-        """Table entries in use for that many tokens, the sinks' included."""
-        return 1 + max(-(-(tokens - self.sinks) // PAGE), 0)
-
-    def _pages_of(self, sequence: Held, low: int = 0) -> list[tuple[PagePool, I64]]:
-        """All pages from table entry `low` on, by pool; entries that hold none are 0."""
-        held = []
-        high = self._entries(sequence.tokens)
-        for band, encoded in zip(self._bands, sequence.encoded, strict=True):
-            bounds = {
-                "sinks": (low, min(1, high)),
-                "page": (max(low, 1), min(encoded + 1, high)),
-                "tail": (max(low, encoded + 1), high),
-            }
-            for (kind, side), n_bytes in band.sizes.items():
-                start, stop = bounds[kind]
-                if start < stop:
-                    addresses = sequence.tables[side, band.layers, :, start:stop]
-                    held.append((self._pool(n_bytes), addresses))
-        return held
 
     def truncate(self, sequence: int, n: int) -> int:
         """Keep the largest m <= n tokens that leave exactly the state that reading m would have.
 
-        Returns m; the caller reads tokens m to n again.
+        Returns m; the caller reads tokens m to n again. Once a policy has acted it is 0.
         """
-        held = self._sequences[sequence]
+        held, paging = self._sequences[sequence], self._paging
         n = min(n, held.tokens)
-        m = self._cut_point(held, n)
-        keep = self._entries(m) if m > 0 else 0
+        if held.kept is not None and n < held.tokens:
+            self._drop_pages(held)
+            fresh = paging.empty()
+            held.tables, held.tokens, held.encoded = fresh.tables, 0, fresh.encoded
+            held.first = fresh.first
+            self._start(held)
+            return 0
+        m = paging.cut_point(held, n)
+        keep = paging.entries(m) if m > 0 else 0
         encoded = [min(n_pages, max(keep - 1, 0)) for n_pages in held.encoded]
-        for pool, addresses in self._pages_of(held, keep):
+        for pool, addresses in paging.pages_of(held, keep):
             pool.drop(addresses)
         held.tables[:, :, :, keep:] = 0
+        if held.recent is not None and m < held.tokens:
+            held.recent.first = m
+            del held.recent.tokens[m:]
         held.tokens, held.encoded = m, encoded
         if m == 0:
             held.first = [0] * len(self.shapes)
         return m
-
-    def _cut_point(self, held: Held, n: int) -> int:
-        if n >= held.tokens:
-            return held.tokens
-        m, before = n, n + 1
-        while m < before:  # what one band allows may be too much for another
-            before = m
-            for band, encoded in zip(self._bands, held.encoded, strict=True):
-                m = band.exact_point(self.sinks, encoded, m)
-        for layer, shape in enumerate(self.shapes):
-            # a page that a window let go of would be seen again
-            lowest = max(m - shape.window + 1, 0) if shape.window else 0
-            if held.first[layer] > self._entry(lowest):
-                return 0
-        return m
-
-    def _entry(self, position: int) -> int:
-        return 0 if position < self.sinks else 1 + (position - self.sinks) // PAGE
 
     # a batch
 
@@ -173,11 +172,11 @@ class Store:
         Raises CacheFullError: a sequence would pass `n_ctx` tokens; nothing is changed then.
         """
         for sequence, tokens in batch:
-            held = self._sequences[sequence]
-            if held.tokens + len(tokens) > self.n_ctx:
+            if len(tokens) > self.room(sequence):
                 raise CacheFullError(
-                    f"the context is full: {held.tokens} tokens are cached, {len(tokens)} more "
-                    f"were to be added, and {self.n_ctx} fit; raise --ctx-size or start anew"
+                    f"the context is full: {self.length(sequence)} tokens are cached, "
+                    f"{len(tokens)} more were to be added, and {self.n_ctx} fit; raise --ctx-size "
+                    "or start anew"
                 )
         total = sum(len(tokens) for _, tokens in batch)
         step = Step(
@@ -195,9 +194,13 @@ class Store:
         try:
             row = 0
             for sequence, tokens in batch:
-                self._make_room(sequence, len(tokens))
-                self._describe(sequence, len(tokens), row, step)
+                held = self._sequences[sequence]
+                undo = self._paging.make_room(sequence, held, len(tokens), self._open.append)
+                self._paging.describe(held, undo, len(tokens), row, step)
                 row += len(tokens)
+            if self._rules is not None:
+                self._rows = Rows(self._rules, step, self._open, self._sequences)
+                self._rows.start()
         except BaseException:
             self.abort()
             raise
@@ -205,185 +208,106 @@ class Store:
             round_.join()
         return step
 
-    def _make_room(self, sequence: int, count: int) -> None:
-        """Pages for `count` more tokens, and the newest partly filled page for ourselves alone."""
-        held = self._sequences[sequence]
-        end = held.tokens + count
-        low, high = self._entry(held.tokens), self._entries(end)
-        if self.sinks and held.tokens == 0:
-            low = 0
-        while high > held.tables.shape[3]:
-            held.tables = np.concatenate([held.tables, np.zeros_like(held.tables)], axis=3)
-        # the oldest tail pages may be encoded by this batch
-        for band, encoded in zip(self._bands, held.encoded, strict=True):
-            low = low if band.exact else min(low, encoded + 1)
-        undo = Undo(
-            sequence, low, high, held.tables[:, :, :, low:high].copy(), [], [],
-            held.tokens, list(held.encoded),
-        )  # fmt: skip
-        self._open.append(undo)
-        self._own_partial_page(held, undo)
-        fresh = self._entries(held.tokens) if held.tokens > 0 else 0
-        for entry in range(fresh if self.sinks else max(fresh, 1), high):
-            self._fill_entry(held, entry, "sinks" if entry == 0 else "tail", undo)
-
-    def _fill_entry(self, held: Held, entry: int, kind: str, undo: Undo) -> None:
-        for band in self._bands:
-            for side in (0, 1):
-                pool, whole = self._pool(band.sizes[kind, side]), len(self._bands) == 1
-                for layer in [slice(None)] if self._uniform and whole else band.layers:
-                    target = held.tables[side, layer, :, entry]
-                    heads = self._heads if isinstance(layer, slice) else self.shapes[layer].n_kv
-                    target = target[..., :heads]
-                    addresses = pool.take(target.size)
-                    target[...] = addresses.reshape(target.shape)
-                    undo.taken.append((pool, addresses))
-
-    def _own_partial_page(self, held: Held, undo: Undo) -> None:
-        """Copy the page that the next token goes into, where another sequence holds it too."""
-        entry = self._entry(held.tokens)
-        start = self.sinks + (entry - 1) * PAGE if entry else 0
-        if held.tokens == start or not any(p.any_shared for p in self._pools.values()):
-            return
-        for number, band in enumerate(self._bands):
-            for side in (0, 1):
-                n_bytes = band.sizes[self._kind(held, number, entry), side]
-                pool = self._pool(n_bytes)
-                for layer in band.layers:
-                    for head in range(self.shapes[layer].n_kv):
-                        old = int(held.tables[side, layer, head, entry])
-                        if old and pool.shared(old):
-                            new = pool.take(1)
-                            self.memory.copy(old, int(new[0]), n_bytes)
-                            held.tables[side, layer, head, entry] = new[0]
-                            undo.taken.append((pool, new))
-                            undo.replaced.append((pool, np.array([old], np.int64)))
-
-    def _describe(self, sequence: int, count: int, row: int, step: Step) -> None:
-        """Fill in the records of one sequence's rows, its rounds and what they encode."""
-        held = self._sequences[sequence]
-        rows = slice(row, row + count)
-        positions = np.arange(held.tokens, held.tokens + count)
-        step.positions[rows] = positions
-        records, tables = step.records[:, rows], held.tables
-        base, strides = tables.ctypes.data, tables.strides
-        layers = np.arange(len(self.shapes))[:, None]
-        records[:, :, 0] = base + layers * strides[1]
-        records[:, :, 1] = base + strides[0] + layers * strides[1]
-        records[:, :, 2], records[:, :, 3] = tables.shape[3], self.sinks
-        records[:, :, 5] = positions
-        records[:, :, 6] = np.maximum(positions - self._reach + 1, 0)
-        undo = self._open[-1]
-        step.parts.append(Part(row, count, held, undo.low, undo.high))
-        self._rounds(held, count, row, step)
-
-    def _rounds(self, held: Held, count: int, row: int, step: Step) -> None:
-        done, number, encoded = 0, 0, list(held.encoded)
-        undo = self._open[-1]
-        while done < count:
-            rooms = [
-                self._room(band, pages, held.tokens + done)
-                for band, pages in zip(self._bands, encoded, strict=True)
-            ]
-            take = min(count - done, *rooms)
-            if number == len(step.rounds):
-                step.rounds.append(Round([]))
-            round_ = step.rounds[number]
-            round_.segments.append(Segment(row + done, take))
-            records = step.records[:, row + done : row + done + take, 4]
-            records[...] = np.array(encoded)[self._band_of][:, None]
-            full = [i for i, room in enumerate(rooms) if room == take]
-            if full:
-                for i in full:
-                    encoded[i] += 1
-                round_.parts.append(self._encode_entries(held, full, encoded, undo))
-            done, number = done + take, number + 1
-        held.tokens, held.encoded = held.tokens + count, encoded
-
-    def _room(self, band: Band, encoded: int, tokens: int) -> int:
-        """Tokens after which the tail reaches residual + 64, and is encoded."""
-        if band.exact:
-            return self.n_ctx + 1
-        return self.sinks + band.residual + PAGE * (encoded + 1) - tokens
-
-    def _encode_entries(
-        self, held: Held, full: list[int], encoded: list[int], undo: Undo
-    ) -> list[tuple[I64, I64]]:
-        """New pages for a table entry of each full band: per layer and side, where from and to."""
-        none = np.empty((0, 2), np.int64)
-        moves = [[none, none] for _ in self.shapes]
-        for number in full:
-            band, entry = self._bands[number], encoded[number]
-            formats = band.formats
-            for side, exact in enumerate((formats.exact_k, formats.exact_v)):
-                if exact:
-                    continue
-                fresh_pool = self._pool(band.sizes["page", side])
-                tail_pool = self._pool(band.sizes["tail", side])
-                for layer in band.layers:
-                    if held.first[layer] > entry:
-                        continue  # a window shorter than the residual has let go of it
-                    n_kv = self.shapes[layer].n_kv
-                    fresh = fresh_pool.take(n_kv)
-                    undo.taken.append((fresh_pool, fresh))
-                    entries = held.tables[side, layer, :n_kv, entry]
-                    undo.replaced.append((tail_pool, entries.copy()))
-                    first = entries.ctypes.data
-                    places = first + np.arange(n_kv, dtype=np.int64) * entries.strides[0]
-                    moves[layer][side] = np.stack([places, fresh], axis=1)
-        return [(k, v) for k, v in moves]
-
     def commit(self) -> None:
         """Make the batch count: pages that it replaced, or that no query sees any more, go."""
         # first: an interrupt from here on may lose a page, but not give one back twice
         done, self._open = self._open, []
+        rows, self._rows = self._rows, None
+        fresh, self._fresh = self._fresh, []
+        if rows is not None:
+            rows.finish()
         for undo in done:
             for pool, addresses in undo.replaced:
                 pool.drop(addresses)
-            self._leave_window(self._sequences[undo.sequence])
+            held = self._sequences[undo.sequence]
+            if held.kept is not None:
+                held.kept.tokens = held.tokens
+                held.kept.commit()
+            self._paging.leave_window(held)
+        for held in fresh:  # its pages are the policy's now
+            held.tables[:, self._paging.policy_layers] = 0
+        if self.policy is not None:
+            self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
 
     def abort(self) -> None:
         """Leave every sequence of the batch as it was before."""
         for undo in reversed(self._open):
             held = self._sequences[undo.sequence]
+            if held.kept is not None:
+                held.kept.abort()
             held.tables[:, :, :, undo.low : undo.high] = undo.before
             held.tokens, held.encoded = undo.tokens, undo.encoded
+            if held.recent is not None:
+                del held.recent.tokens[undo.tokens :]
             for pool, addresses in undo.taken:
                 pool.drop(addresses)
-        self._open = []
+        for held in self._fresh:
+            held.kept = None
+        self._open, self._rows, self._fresh = [], None, []
 
-    def _leave_window(self, held: Held) -> None:
-        for layer, shape in enumerate(self.shapes):
-            if not shape.window:
-                continue
-            last = self._entry(max(held.tokens - shape.window + 1, 0))
-            number = int(self._band_of[layer])
-            band = self._bands[number]
-            for entry in range(held.first[layer], last):
-                kind = self._kind(held, number, entry)
-                for side in (0, 1):
-                    if (kind, side) in band.sizes:
-                        pool = self._pool(band.sizes[kind, side])
-                        pool.drop(held.tables[side, layer, :, entry])
-                held.tables[:, layer, :, entry] = 0
-            held.first[layer] = max(held.first[layer], last)
+    # the end of a prompt
+
+    def begin_prompt(self, sequence: int) -> None:
+        """What is read from here on is a prompt, until `end_prompt`."""
+        kept = self._sequences[sequence].kept
+        if kept is not None and self.policy is not None:
+            kept.reading = self.policy.whole_prompts
+
+    def end_prompt(self, sequence: int) -> Ending | None:
+        """A prompt was read to its end: what a policy wants to know then; None: nothing.
+
+        With an ending, `select` and then `commit` or `abort` follow.
+        """
+        held = self._sequences[sequence]
+        if self._rules is None or not self._rules.policy.whole_prompts or held.tokens == 0:
+            return None
+        return deciding.ending(self._rules, held, self._paging, self.numbers)
+
+    def select(self, sequence: int, ending: Ending, sums: dict[int, F32]) -> list[Move]:
+        """Take the policy's decision, given each layer's attention; returns what is to be moved."""
+        held = self._sequences[sequence]
+        if self._rules is None:
+            return []
+        n = held.tokens
+        self._open = [Undo(sequence, 0, 0, held.tables[:, :, :, :0], [], [], n, list(held.encoded))]
+        if held.kept is None:
+            held.kept = deciding.taken_over(self._rules, held, self._paging)
+            self._fresh.append(held)
+        held.kept.begin(large=True)
+        return deciding.select(held.kept, held.recent, ending, sums, self.classes)
+
+    def positions(self, sequence: int, layer: int, head: int) -> list[int]:
+        """Positions of the tokens that a head of a layer still has, in order."""
+        held, n = self._sequences[sequence], self.length(sequence)
+        if held.kept is None or not self._paging.bands[self._paging.band_of[layer]].policy:
+            lowest = max(n - self.shapes[layer].window, 0) if self.shapes[layer].window else 0
+            return list(range(lowest, n))
+        kept = held.kept
+        own = kept.positions[kept.rules.layers.index(layer), head]
+        return [*range(min(self.sinks, n)), *sorted(own[own >= 0].tolist())]
 
     # bytes
 
     @property
+    def _tables_nbytes(self) -> int:
+        held = self._sequences.values()
+        own = sum(h.tables.nbytes for h in held) + sum(h.kept.nbytes for h in held if h.kept)
+        return own + sum(h.recent.nbytes for h in held if h.recent)
+
+    @property
     def nbytes(self) -> int:
         """Bytes in use for cached tokens, tables and partly filled pages included."""
-        pages = sum(p.in_use * p.page_bytes for p in self._pools.values())
-        return pages + sum(s.tables.nbytes for s in self._sequences.values())
+        pages = sum(p.in_use * p.page_bytes for p in self._paging.pools.values())
+        return pages + self._tables_nbytes
 
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of the slabs, and of the tables."""
-        return self.memory.reserved_bytes + sum(s.tables.nbytes for s in self._sequences.values())
+        return self.memory.reserved_bytes + self._tables_nbytes
 
     @property
     def f16_nbytes(self) -> int:
-        """What the cached tokens would take as bare f16 values, windows respected."""
+        """What all tokens would take as bare f16 values, windows respected."""
         total = 0
         for held in self._sequences.values():
             for shape in self.shapes:
@@ -393,6 +317,9 @@ class Store:
 
     def estimate(self, n: int) -> int:
         """Bytes that one sequence of n tokens takes, and its slabs' last pages."""
+        kept = n if self._rules is None else deciding.most_kept(self._rules, n)
         return sum(
-            band.estimate(self.shapes[layer], n) for band in self._bands for layer in band.layers
-        ) + SLAB_BYTES * sum(len(band.sizes) for band in self._bands)
+            band.estimate(self.shapes[layer], kept if band.policy else n)
+            for band in self._paging.bands
+            for layer in band.layers
+        ) + SLAB_BYTES * sum(len(band.sizes) for band in self._paging.bands)

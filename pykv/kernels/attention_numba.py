@@ -6,9 +6,9 @@ GROUP is the number of query heads that share one pass over a page, at most 4.
 
 A row is one query token. Its record is int64 [16]: 0 key table, 1 value table (addresses; a table
 is page addresses, [KV heads][capacity]: the sinks page, then pages of 64 tokens), 2 capacity,
-3 sinks, 4 encoded pages, 5 the row's position, 6 the lowest position that it sees, 7 place in the
-batch. Tokens of a sequence stand at table entry 0 while their position is below the sinks, else at
-1 + (position - sinks) / 64.
+3 sinks, 4 encoded pages, 5 the row's place in the table, 6 the lowest place that it sees, and more
+under a policy, see backends/base.py. Tokens of a sequence stand at table entry 0 while their place
+is below the sinks, else at 1 + (place - sinks) / 64; without a policy it is their position.
 
 Sums over tokens are taken in chunks of eight table entries whatever the threads, the batch or the
 history, so that a row's result depends on nothing else than the pages.
@@ -29,6 +29,7 @@ from pykv.kernels.simd import (
     splat,
 )
 from pykv.kernels.simd_memory import (
+    keep_lanes,
     load_f32,
     put_f32,
     scalar_f32,
@@ -73,15 +74,23 @@ def mask(row, start, count, low, high):
         put_f32(row + t * 4, MASKED)
 
 
+@device
+def mask_bits(row, bits):
+    """Mask scores of one page at `row` whose bit, of 64 at an address, is not set."""
+    for i in range(4):
+        store_f32(row + i * 64, keep_lanes(load_f32(row + i * 64), bits + i * 2, MASKED))
+
+
 def walk_chunk(
-    q, q_pages, keys, values, first, last, sinks, encoded, position, low, d_k, d_v, page_k, page_v,
-    extra_k, extra_v, turns, scratch, partial, partial_pages, out_stride, stats, stats_stride,
-    more,
+    q, q_sinks, q_pages, alive, keys, values, first, last, sinks, encoded, position, low, d_k, d_v,
+    page_k, page_v, extra_k, extra_v, turns, scratch, partial, partial_pages, out_stride, stats,
+    stats_stride, more,
 ):  # fmt: skip
     """Table entries `first` to `last` for one row: scores, their softmax, the values' sum.
 
     Pages may hold keys and values of other widths, `page_k` and `page_v`, and mapped: they meet a
-    query of their own, and where values are mapped their sum goes to a place of its own. `more`:
+    query of their own, and where values are mapped their sum goes to a place of its own. Sinks
+    meet `q_sinks`. `alive`: of each entry the bits of slots that hold a token, or 0. `more`:
     whether there are entries after the last.
     """
     stride = CHUNK * PAGE * 4
@@ -93,7 +102,7 @@ def walk_chunk(
         ahead = scalar_i64(keys + (e + 1) * 8) if e < last else scalar_i64(values + first * 8)
         start, count = sinks + (e - 1) * PAGE, PAGE
         if READ:
-            turn_back(q, d_k, GROUP, turns, e, turned)
+            turn_back(q_sinks if e == 0 else q, d_k, GROUP, turns, e, turned)
             slots = sink_slots(sinks) if e == 0 else PAGE
             if 0 < e <= encoded:
                 scores_page(turned, d_k * 4, page, ahead, d_k, PAGE, at, stride, extra_k, turns)
@@ -103,7 +112,7 @@ def walk_chunk(
                 start, count = 0, sinks
         elif e == 0:
             start, count = 0, sinks
-            scores_tail(q, d_k * 4, page, ahead, d_k, sink_slots(sinks), at, stride, 0)
+            scores_tail(q_sinks, d_k * 4, page, ahead, d_k, sink_slots(sinks), at, stride, 0)
         elif e <= encoded:
             scores_page(q_pages, page_k * 4, page, ahead, page_k, PAGE, at, stride, extra_k)
         else:
@@ -111,6 +120,9 @@ def walk_chunk(
         if low > start or position + 1 < start + PAGE or count < PAGE:
             for g in range(GROUP):
                 mask(at + g * stride, start, count, low, position + 1)
+        if alive != 0 and scalar_i64(alive + e * 8) != -1:
+            for g in range(GROUP):
+                mask_bits(at + g * stride, alive + e * 8)
     runs = (last - first + 1) * (PAGE // 16)
     for g in range(GROUP):
         softmax(scratch + g * stride, runs, stats + g * stats_stride)
@@ -147,8 +159,8 @@ def walk_chunk(
 # ctx: records, rows (address of int32 record numbers), n_rows, q, q_stride, d_k, d_v, n_kv, group,
 # first head of the tile, tiles per KV head, chunks, partial, stats, scratch, scratch per worker,
 # q for pages, its stride, d_k and d_v of pages, whether the values of pages are mapped, and of the
-# formats' extra float32 for keys and values address and bytes per KV head, and the address of
-# position_numba.py's numbers
+# formats' extra float32 for keys and values address and bytes per KV head, the address of
+# position_numba.py's numbers, q for sinks (of q's stride), and whether scratch is by task, to stay
 def attend_rows(ctx, task, worker):
     """One chunk of the cache for one row and GROUP query heads: partial sums, maximum, total."""
     chunks, tiles, n_kv = scalar_i64(ctx + 88), scalar_i64(ctx + 80), scalar_i64(ctx + 56)
@@ -163,6 +175,10 @@ def attend_rows(ctx, task, worker):
         scalar_i64(record + 40),
         scalar_i64(record + 48),
     )
+    encoded, alive, kept = scalar_i64(record + 32), 0, scalar_i64(record + 64)
+    if kept != 0:
+        position, encoded = scalar_i64(kept + h * 16), scalar_i64(kept + h * 16 + 8)
+        alive = scalar_i64(record + 72) + h * scalar_i64(record + 16) * 8
     head = h * group + scalar_i64(ctx + 72) + tile * GROUP
     width = (d_v + 31) // 32 * 32
     place = (i * n_kv * group + head) * chunks + c
@@ -181,18 +197,19 @@ def attend_rows(ctx, task, worker):
         put_f32(stats + g * chunks * 8, MASKED)
         put_f32(stats + g * chunks * 8 + 4, f(0))
     if first <= last:
-        q = scalar_i64(ctx + 24) + number * scalar_i64(ctx + 32) + head * d_k * 4
-        scratch = scalar_i64(ctx + 112) + worker * scalar_i64(ctx + 120)
+        at = number * scalar_i64(ctx + 32) + head * d_k * 4
+        q, q_sinks = scalar_i64(ctx + 24) + at, scalar_i64(ctx + 208) + at
+        own = worker if scalar_i64(ctx + 216) == 0 else task
+        scratch = scalar_i64(ctx + 112) + own * scalar_i64(ctx + 120)
         tables = h * scalar_i64(record + 16) * 8
         keys, values = scalar_i64(record) + tables, scalar_i64(record + 8) + tables
-        encoded = scalar_i64(record + 32)
         q_pages = scalar_i64(ctx + 128) + number * scalar_i64(ctx + 136) + head * page_k * 4
         extra_k = scalar_i64(ctx + 168) + h * scalar_i64(ctx + 176)
         extra_v = scalar_i64(ctx + 184) + h * scalar_i64(ctx + 192)
         partial_pages = partial + width * 4 if size > width else partial
         one_chunk(
-            q, q_pages, keys, values, first, last, sinks, encoded, position, low, d_k, d_v,
-            page_k, page_v, extra_k, extra_v, scalar_i64(ctx + 200), scratch, partial,
+            q, q_sinks, q_pages, alive, keys, values, first, last, sinks, encoded, position, low,
+            d_k, d_v, page_k, page_v, extra_k, extra_v, scalar_i64(ctx + 200), scratch, partial,
             partial_pages, out_stride,
             stats, chunks * 8, last < entry_of(position, sinks),
         )  # fmt: skip

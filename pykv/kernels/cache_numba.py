@@ -57,6 +57,9 @@ def write(ctx, task, worker):
         number = scalar_i32(scalar_i64(ctx + 8) + i * 4)
         record = scalar_i64(ctx) + number * RECORD
         sinks, position = scalar_i64(record + 24), scalar_i64(record + 40)
+        shown, kept = position, scalar_i64(record + 64)
+        if kept != 0:
+            position, shown = scalar_i64(kept + h * 16), scalar_i64(record + 56)
         e = entry_of(position, sinks)
         at = (h * scalar_i64(record + 16) + e) * 8
         slot, slots = (position - sinks) % PAGE, PAGE
@@ -64,8 +67,8 @@ def write(ctx, task, worker):
             slot, slots = position, sink_slots(sinks)
         k = scalar_i64(ctx + 24) + number * scalar_i64(ctx + 32) + h * d_k * 4
         v = scalar_i64(ctx + 40) + number * scalar_i64(ctx + 48) + h * d_v * 4
-        check(k, d_k, LIMIT_K, flags, position)
-        check(v, d_v, LIMIT_V, flags, position)
+        check(k, d_k, LIMIT_K, flags, shown)
+        check(v, d_v, LIMIT_V, flags, shown)
         write_key(k, scalar_i64(scalar_i64(record) + at), d_k, slots, slot)
         write_value(v, scalar_i64(scalar_i64(record + 8) + at), d_v, slots, slot)
 

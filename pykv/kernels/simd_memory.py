@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 from pykv.kernels.simd import (
     _F16,
     _F32,
+    _I1,
     _I8,
     _I16,
     _I32,
@@ -23,6 +24,7 @@ from pykv.kernels.simd import (
     LANES,
     Vector,
     _load,
+    _splat,
     _store,
     f32x16,
     i8x16,
@@ -236,3 +238,14 @@ def float_bits(typingctx, x):
         return builder.zext(builder.bitcast(args[0], _I32), _I64)
 
     return types.intp(types.float32), codegen
+
+
+@intrinsic
+def keep_lanes(typingctx, x, address, other):
+    """`x` in the lanes whose bit is set in the 16 bits at an address, else the scalar `other`."""
+
+    def codegen(context, builder, signature, args):
+        bits = builder.bitcast(_load(builder, args[1], _I16), ir.VectorType(_I1, LANES))
+        return builder.select(bits, args[0], _splat(builder, args[2]))
+
+    return f32x16(f32x16, types.intp, types.float32), codegen

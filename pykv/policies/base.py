@@ -95,6 +95,11 @@ class Policy:
         return f"{self.name}:{changed}" if changed else self.name
 
     @property
+    def whole_prompts(self) -> bool:
+        """Whether a prompt is read whole, and reduced to the budget when it ends."""
+        return self.moment == "prompt"
+
+    @property
     def n_queries(self) -> int:
         """Queries at a prompt's end whose attention `select` is given."""
         return 0

@@ -39,6 +39,11 @@ class H2O(Policy):
         known = ("tokens", "full")
         self._require(self.prompt in known, f"prompt must be tokens or full, not '{self.prompt}'")
 
+    @property
+    def whole_prompts(self) -> bool:
+        """As `prompt` says."""
+        return self.prompt == "full"
+
     def recent_tokens(self, budget: int, sinks: int) -> int:
         """The share of the budget, rounded down, at least 1."""
         return max(1, int(self.recent * budget))

@@ -88,7 +88,7 @@ class Cache:
         np.testing.assert_array_equal(records[..., 3:], step.records[..., 3:])
         for part in step.parts:
             tables = part.sequence.tables
-            entries = self.store._entries(int(step.positions[part.first]) + part.count)
+            entries = self.store._paging.entries(int(step.positions[part.first]) + part.count)
             for layer in range(len(SHAPES)):
                 for row in (part.first, part.first + part.count - 1):
                     for side in (0, 1):
@@ -98,7 +98,7 @@ class Cache:
                                 int(records[layer, row, side])
                             )
                         ).reshape(2, capacity)[: SHAPES[layer].n_kv, :entries]
-                        lowest = self.store._entry(int(records[layer, row, 6]))
+                        lowest = self.store._paging.entry(int(records[layer, row, 6]))
                         expected = tables[side, layer, : SHAPES[layer].n_kv, :entries]
                         np.testing.assert_array_equal(found[:, lowest:], expected[:, lowest:])
 

@@ -339,7 +339,7 @@ class Oracle:
                 self._check_page(sequence, tuple(place), address, used)
             # nothing else is held: what no later query sees has been given back
             assert np.count_nonzero(self.tables(sequence)) == held
-        pools = self.store._pools.values()
+        pools = self.store._paging.pools.values()
         assert sum(p.in_use for p in pools) == len(holders)
         for address, count in holders.items():
             assert sum(p._extra.get(address, 0) for p in pools) == count - 1
@@ -364,7 +364,7 @@ class Oracle:
 
     def _poison(self):
         """Fill pages that were given back with 0xFF, which reads as NaN."""
-        for size, pool in self.store._pools.items():
+        for size, pool in self.store._paging.pools.items():
             free = set(pool._free)
             assert len(free) == len(pool._free)
             for address in free - self._poisoned.get(size, set()):

@@ -237,7 +237,7 @@ def test_memory_that_ends_in_the_middle_changes_nothing(monkeypatch):
 def test_a_fork_copies_no_page_and_the_first_to_write_copies_one(n):
     o = oracle(("f16", "f16", None), sinks=4)
     sequence = fill(o, n)
-    pools = o.store._pools.values()
+    pools = o.store._paging.pools.values()
     in_use = sum(p.in_use for p in pools)
     fork = o.fork(sequence)
     assert sum(p.in_use for p in pools) == in_use
@@ -320,5 +320,5 @@ def test_estimate_covers_what_a_sequence_takes(formats, sinks, residual):
     for n in (1, 69, 200, 500):
         o = oracle(formats, sinks, residual)
         fill(o, n)
-        pages = sum(p.in_use * p.page_bytes for p in o.store._pools.values())
+        pages = sum(p.in_use * p.page_bytes for p in o.store._paging.pools.values())
         assert o.store.estimate(n) >= pages
