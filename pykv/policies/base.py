@@ -162,7 +162,7 @@ def lowest(scores: F32, positions: I32, last: int, count: int, largest: bool = F
     marks &= _SIGN
     # floats of one sign sort as their bits do
     bits = scores.view(np.int32)
-    marks |= ~bits & ~_SIGN if largest else bits
+    marks |= bits ^ ~_SIGN if largest else bits
     keys, places = marks.view(np.uint32), positions.view(np.uint32)
     if count > 1:
         return _first(keys.astype(np.uint64) << np.uint64(32) | places, count)

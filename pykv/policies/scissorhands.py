@@ -2,7 +2,7 @@
 
 A cell counts the queries whose attention to it was below 1 / t, t being the tokens that they could
 see. The largest count goes, of equal ones the oldest; a new token's count is 0.
-Source: Liu et al. 2023, arXiv:2305.17118, algorithm 2; as no code of the authors was found, the
+Source: Liu et al. 2023, arXiv:2305.17118; as no code of the authors was found, the
 defaults are those of AnswerDotAI/cold-compress cache.py, class KVCacheHeavyHitter with
 attn_thresholding. We differ: the count fades, by 1 / history with every query, where the paper
 counts over a window of the last 400; one count per KV head, of the mean over its query heads; sinks

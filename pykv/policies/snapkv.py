@@ -60,9 +60,8 @@ class SnapKV(Policy):
         n_older = older.sum(-1)  # [G]
         room = np.maximum(budget - cells.sinks - (live.sum(-1) - n_older), 0)
         votes = np.where(older, self.votes(cells, window), -1)
-        order = np.lexsort(
-            (places, votes), axis=-1
-        )  # the least voted first, of equal ones the oldest
+        # the least voted first, of equal ones the oldest
+        order = np.lexsort((places, votes), axis=-1)
         rank = np.empty_like(order)
         np.put_along_axis(rank, order, np.arange(order.shape[-1])[None], -1)
         voted: Bool = rank >= (order.shape[-1] - np.minimum(room, n_older))[:, None]

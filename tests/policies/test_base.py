@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pykv.errors import ConfigError, UnsupportedError
@@ -99,6 +99,7 @@ HEADS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(HEADS, st.integers(0, 2**31), st.booleans(), st.data())
 def test_the_lowest_are_those_of_sorted_pairs(head, seed, largest, data):
     rng = np.random.default_rng(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pykv.errors import ConfigError, PolicyError
@@ -64,6 +64,7 @@ def test_a_prompt_that_was_read_whole_is_reduced_at_once():
     assert set(kept) == set(heavy) | {c for c in range(56) if positions[0, c] >= 50}
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 5))
 def test_the_order_of_cells_does_not_matter(seed, count):
     rng = np.random.default_rng(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pykv.errors import ConfigError
@@ -89,6 +89,7 @@ def one_head(positions, sums, now, window, pool, room):
     return sorted(recent + old[len(old) - min(n, len(old)) :])
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([1, 3, 7]), st.integers(1, 12), st.integers(0, 40))
 def test_heads_are_as_in_a_loop_over_each_of_them(seed, pool, window, more):
     rng = np.random.default_rng(seed)
@@ -107,9 +108,9 @@ def test_heads_are_as_in_a_loop_over_each_of_them(seed, pool, window, more):
 
 
 def test_settings_out_of_range_are_refused():
-    for settings in ({"pool": 4}, {"pool": 0}, {"pool": 65}, {"window": 0}, {"window": 513}):
+    for wrong in ({"pool": 4}, {"pool": 0}, {"pool": 65}, {"window": 0}, {"window": 513}):
         with pytest.raises(ConfigError, match=r"defaults are window=32, pool=7"):
-            POLICY(**settings)
+            POLICY(**wrong)
     POLICY(window=60).check(64, 4)
     with pytest.raises(ConfigError, match=r"kv budget 63 is too small for snapkv"):
         POLICY(window=60).check(63, 4)
