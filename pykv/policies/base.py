@@ -30,7 +30,7 @@ PLAIN, SPECIAL, PUNCTUATION = 0, 1, 2  # token classes; special: BOS, EOS, contr
 _PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)%")
 _TOKENS = re.compile(r"[0-9]{1,9}")
 _LAST = np.uint32(2**32 - 1)
-_EMPTY = np.int32(-1)
+_SIGN = np.int32(-(2**31))
 
 
 @dataclass
@@ -161,16 +161,21 @@ def lowest(scores: F32, positions: I32, last: int, count: int, largest: bool = F
     f32, i32 [..., G, C] -> i64 [..., G, count], in no order. Scores are 0 or more. `last` is the
     newest position that may be chosen: each head must have `count` cells up to it.
     """
-    places = positions.view(np.uint32)  # an empty cell's -1 is beyond every position
-    bits = scores.view(np.uint32)  # floats of one sign sort as their bits do
-    bits = np.where(places <= last, ~bits if largest else bits, _LAST)
-    if count == 1:
-        equal = bits == bits.min(-1, keepdims=True)
-        return oldest(np.where(equal, positions, _EMPTY), 1)
-    keys = bits.astype(np.uint64)
-    keys <<= np.uint64(32)
-    keys |= places
-    return _first(keys, count)
+    # the sign bit marks cells that may not go: newer ones, and empty ones, whose position is -1
+    marks = last - positions
+    marks |= positions
+    marks &= _SIGN
+    # floats of one sign sort as their bits do
+    bits = scores.view(np.int32)
+    marks |= bits ^ ~_SIGN if largest else bits
+    keys, places = marks.view(np.uint32), positions.view(np.uint32)
+    if count > 1:
+        return _first(keys.astype(np.uint64) << np.uint64(32) | places, count)
+    low = keys.min(-1, keepdims=True)
+    equal = keys == low
+    if np.count_nonzero(equal) > low.size:
+        keys = np.where(equal, places, _LAST)
+    return _first(keys, 1)
 
 
 def oldest(positions: I32, count: int) -> I64:
