@@ -12,7 +12,7 @@ from pykv.engine.calibrate import calibrate
 from pykv.gguf import open_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
-# an orthogonal map there and back in float32 rounds each value by some 2**-24; sums and exp pass it on
+# an orthogonal map there and back rounds each value by some 2**-24, and sums and exp pass it on
 WHOLE = 1e-5
 
 
