@@ -53,7 +53,7 @@ def test_a_small_model(load, side):
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_a_real_model(smollm2_path, side):
     text = (ROOT / "LICENSE").read_bytes()
-    settings = pykv.LoadConfig(device="cpu", ctx_size=256)
+    settings = pykv.LoadConfig(device="cpu", ctx_size=256, threads=1)
     with pykv.load(smollm2_path, load=settings) as model:
         calibrated(model, text, 256)
         found = [errors(model, text, side, rank, 256) for rank in (64, 48, 32, 16)]
