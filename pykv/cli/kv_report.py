@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from pykv.errors import ConfigError
 if TYPE_CHECKING:
     from pykv.engine.kv_report import Report
     from pykv.engine.model import Model
+    from pykv.engine.spectrum import Spectrum
 
 EXAMPLE = """\
 pykv kv-report model.gguf -f book.txt
@@ -31,6 +33,7 @@ PICTURES = (".png", ".pdf", ".svg")
 _CTX_SIZE = 2048  # tokens a chunk
 _WORST = 8  # heads that are shown by default
 _CHANNELS = 6  # outlier channels of a head that are shown
+_PARTS = (8, 4, 2)  # of a head's channels, an eighth, a quarter and half, whose energy is shown
 
 _Types = Annotated[
     str | None,
@@ -76,8 +79,9 @@ def command(
 
     A text is read in chunks of -c tokens (default 2048).  For the queries of a chunk's last quarter
     it tells the error of each KV head's attention output, as a share of its norm, with keys, values
-    or both as a type keeps them, and which channels of K stand out.  Each layer gets the inputs
-    that it has in the model on the cache of -ctk and -ctv, a whole chunk at a time.
+    or both as a type keeps them, which channels of K stand out, and for each layer the spectrum of
+    K and V: the rank that keeps 99 % of their energy.  Each layer gets the inputs that it has in
+    the model on the cache of -ctk and -ctv, a whole chunk at a time.
     """
     with Screen(output) as screen:
         if file is None:
@@ -99,6 +103,7 @@ def command(
         else:
             _summary(screen, report)
             _heads(screen, report, layers)
+            _spectra(screen, report, layers)
         if plot is not None:  # last: a picture that cannot be saved does not take the report along
             _draw(report, plot)
 
@@ -249,6 +254,50 @@ def _channels(outliers: Sequence[tuple[int, float]]) -> str:
     words = [f"{channel} ({ratio:.1f}x)" for channel, ratio in outliers[:_CHANNELS]]
     more = len(outliers) - _CHANNELS
     return ", ".join(words + ([f"{more} more"] if more > 0 else []))
+
+
+def _spectra(screen: Screen, report: Report, layers: str) -> None:
+    """Ranks that keep nearly all energy, over all heads, and a row for each layer."""
+    from pykv.engine.spectrum import KEPT
+
+    sides = list(zip(*report.spectra, strict=True))
+    words = []
+    for name, of_layers in zip("KV", sides, strict=True):
+        ranks = [rank for spectrum in of_layers for rank in spectrum.ranks()]
+        widths = sorted({spectrum.singular.shape[1] for spectrum in of_layers})
+        of = " or ".join(map(str, widths))
+        words.append(
+            f"{name} {min(ranks)} to {max(ranks)}, median {statistics.median(ranks):g}, of {of}"
+        )
+    screen.line()
+    screen.line(
+        f"Rank that keeps {100 * KEPT:g} % of a head's energy, singular values squared: "
+        + "; ".join(words)
+    )
+    if layers == "none":
+        return
+    screen.line()
+    screen.line(
+        "Each layer's heads: least and largest rank, and what the best 1/8, 1/4 and 1/2 of the "
+        "channels keep, median in %"
+    )
+    screen.line()
+    columns = [(f"{s} rank", 9, True) for s in "kv"]
+    parts = [[(f"{s} 1/{part}", 5, True) for part in _PARTS] for s in "kv"]
+    row = screen.markdown([("layer", 0, True), columns[0], *parts[0], columns[1], *parts[1]])
+    for layer, pair in enumerate(report.spectra):
+        row([str(layer), *(cell for spectrum in pair for cell in _spectrum(spectrum))])
+
+
+def _spectrum(of: Spectrum) -> list[str]:
+    """`20 to 31`, and how much some channels keep."""
+    ranks, kept = of.ranks(), of.kept()
+    low, high, d = min(ranks), max(ranks), kept.shape[1]
+    middle = (statistics.median(kept[:, max(d // part, 1) - 1].tolist()) for part in _PARTS)
+    return [
+        str(low) if low == high else f"{low} to {high}",
+        *(f"{100 * share:.1f}" for share in middle),
+    ]
 
 
 def _draw(report: Report, path: str) -> None:

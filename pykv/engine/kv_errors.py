@@ -1,4 +1,4 @@
-"""What encoding keys and values does to one layer's attention output, and the largest keys.
+"""What encoding keys and values does to one layer's attention output; largest keys, and spectra.
 
 A watch is a listener of the CPU backend; kv_report.py says what is measured. A query at position i
 sees a page's tokens encoded where the last of them is more than the residual before i.
@@ -22,11 +22,11 @@ from pykv.backends.base import F32, PAGE, LayerShape, Rope
 from pykv.cache.layout import LayerLayout
 from pykv.engine.importance import turned
 from pykv.engine.numbers import Numbers
+from pykv.engine.spectrum import F64, Spectrum, second_moments
 from pykv.errors import NumericsError
 from pykv.formats.base import VALUE_CHANNELS, Side
 from pykv.formats.coded import CodedFormat, HeadNumbers, find
 
-F64 = NDArray[np.float64]
 Unseen = tuple[NDArray[np.intp], NDArray[np.intp]]
 Part = Literal["keys", "values", "both"]
 Progress = Callable[[int, int, float], None]  # layers done, of, seconds a layer
@@ -90,7 +90,7 @@ class _Kept:
 class Watch:
     """Call it with each layer of each chunk of `ctx_size` tokens, in parts or whole.
 
-    `unturned`: largest keys are told as they are before RoPE.
+    `unturned`: largest keys and their spectra are told as they are before RoPE.
     """
 
     def __init__(
@@ -113,6 +113,8 @@ class Watch:
         self._squares = [np.zeros((len(tried), len(PARTS), s.n_kv)) for s in shapes]
         # of keys, the largest magnitudes of channels, sinks apart
         self.magnitudes: list[F32] = [np.zeros((s.n_kv, s.d_k), np.float32) for s in shapes]
+        # of keys and values, sinks apart
+        self._moments = [[np.zeros((s.n_kv, d, d)) for d in (s.d_k, s.d_v)] for s in shapes]
 
     def errors(self, candidate: int, part: int) -> list[F64]:
         """||o - o'|| / ||o|| of each layer's heads, f64 [G]; 1 where o is 0 and o' is not."""
@@ -122,6 +124,10 @@ class Watch:
             none = np.where(mine > 0, 1.0, 0.0)
             out.append(np.sqrt(np.divide(mine, norms, out=none, where=norms > 0)))
         return out
+
+    def spectra(self) -> list[tuple[Spectrum, Spectrum]]:
+        """Of each layer's keys and values, over all tokens so far, sinks apart."""
+        return [(Spectrum.of(keys), Spectrum.of(values)) for keys, values in self._moments]
 
     def __call__(self, layer: int, q: F32, k: F32, v: F32, rope: Rope | None, scale: float) -> None:
         """A part of the chunk, as the backend tells it; dealt with when the chunk is whole."""
@@ -149,6 +155,8 @@ class Watch:
         stored = given.unturned if self._unturned else given.keys
         most = np.abs(stored[self._sinks :]).max(0)
         np.maximum(self.magnitudes[layer], most, out=self.magnitudes[layer])
+        for moments, x in zip(self._moments[layer], (stored, given.values), strict=True):
+            moments += second_moments(x[self._sinks :])
         shape, n = given.shape, len(given.keys)
         at_once = max(1, HELD_BYTES // (2 * 4 * n * shape.n_kv * (shape.d_k + shape.d_v)))
         for start in range(0, len(self._tried), at_once):

@@ -12,7 +12,8 @@ the others decoded from pages that were encoded with the type's transform, of a 
 A channel's magnitude is the largest of its keys', sinks apart, as the cache stores them: turned by
 RoPE, unless keys are turned when they are read. A channel is an outlier where its magnitude is more
 than `outlier_ratio` times the median of its head's channels; KIVI's finding is that a model's keys
-have few such channels, and always the same ones.
+have few such channels, and always the same ones. Spectra (spectrum.py) are of the same keys, and
+of the values, sinks apart too: what a low-rank map of pages has to keep.
 Source: Liu et al. 2024, KIVI, arXiv:2402.02750, section 3.
 """
 
@@ -33,7 +34,8 @@ from pykv.cache.layout import LayerLayout
 from pykv.config import CacheConfig
 from pykv.engine import numbers
 from pykv.engine.chunks import first_chunks, read_chunk
-from pykv.engine.kv_errors import F64, PARTS, Candidate, Part, Progress, Watch
+from pykv.engine.kv_errors import PARTS, Candidate, Part, Progress, Watch
+from pykv.engine.spectrum import F64, KEPT, Spectrum
 from pykv.errors import ConfigError
 from pykv.gguf import open_gguf
 
@@ -76,7 +78,7 @@ class TypeErrors:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """A model's keys, and what each type does to its attention."""
+    """A model's keys and values, and what each type does to its attention."""
 
     model: Path
     ctx_size: int  # tokens of a chunk
@@ -86,6 +88,7 @@ class Report:
     outlier_ratio: float
     shapes: Sequence[LayerShape]
     magnitudes: list[F32]  # of each layer's key channels, [G, D]
+    spectra: Sequence[tuple[Spectrum, Spectrum]]  # of each layer's keys and values
     types: list[TypeErrors]
     left_out: dict[str, str] = field(default_factory=dict)  # types that do not run, and why
 
@@ -122,12 +125,15 @@ class Report:
             "queries": self.n_queries,
             "sinks": self.sinks,
             "outlier_ratio": self.outlier_ratio,
+            "rank_keeps": KEPT,
             "types": [_type_dict(t) for t in self.types],
             "left_out": self.left_out,
             "layers": [self._layer_dict(i) for i in range(len(self.shapes))],
         }
 
     def _layer_dict(self, layer: int) -> dict[str, Any]:
+        keys, values = self.spectra[layer]
+        key_ranks, value_ranks = keys.ranks(), values.ranks()
         heads = [
             {
                 "head": head,
@@ -136,6 +142,10 @@ class Report:
                     for c, r in self.outliers(layer, head)
                 ],
                 "key_magnitudes": [float(m) for m in self.magnitudes[layer][head]],
+                "key_rank": key_ranks[head],
+                "key_singular": keys.singular[head].tolist(),
+                "value_rank": value_ranks[head],
+                "value_singular": values.singular[head].tolist(),
                 "errors": {
                     t.name: {part: float(t.errors[part][layer][head]) for part in PARTS}
                     for t in self.types
@@ -256,7 +266,7 @@ def measure(
     ]  # fmt: skip
     return Report(
         model.path, ctx_size, len(tokens), ctx_size // 4, cache.sinks, outlier_ratio, shapes,
-        watch.magnitudes, of_types, left_out,
+        watch.magnitudes, watch.spectra(), of_types, left_out,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pykv.backends.base import F32, LayerShape, Rope
 from pykv.engine.importance import HeadInputs, importance, turned
 from pykv.engine.levels import Histogram
+from pykv.engine.spectrum import second_moments
 from pykv.formats.base import PAGE_TOKENS
 from pykv.formats.coded import CodedFormat, HeadNumbers
 
@@ -95,8 +96,7 @@ class Watch:
         q, written = turned(q, rope, positions), turned(k, rope, positions)
         for side, x in enumerate((written, v)):
             np.maximum(notes.most[side], np.abs(x).max((0, 2)), out=notes.most[side])
-            heads = x[FIRST:].astype(np.float64).transpose(1, 0, 2)
-            notes.squares[side] += heads.transpose(0, 2, 1) @ heads
+            notes.squares[side] += second_moments(x[FIRST:])
         np.minimum(notes.least_key, k[FIRST:].min(0), out=notes.least_key)
         np.maximum(notes.largest_key, k[FIRST:].max(0), out=notes.largest_key)
         if self._levelled:

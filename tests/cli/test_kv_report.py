@@ -13,12 +13,18 @@ from pykv.cache.layout import layouts_of
 from pykv.config import CacheConfig
 from pykv.engine import kv_report
 from pykv.engine.kv_report import Report, TypeErrors
+from pykv.engine.spectrum import Spectrum
 
 SHAPES = [LayerShape(2, 2, 32, 32), LayerShape(1, 1, 32, 32)]
 ERRORS = {  # of the heads 0.0, 0.1 and 1.0: keys, values, both
     "q8_0": [(0.004, 0.006, 0.005), (0.001, 0.002, 0.003), (0.005, 0.007, 0.006)],
     "kivi2": [(0.1, 0.2, 1.5), (0.02, 0.04, 0.03), (0.12, 0.25, 1.6)],
 }
+
+
+def spectrum(*ranks):
+    """Of heads of width 32, each with as many equal singular values."""
+    return Spectrum(np.array([[2.0] * rank + [0] * (32 - rank) for rank in ranks]))
 
 
 def a_report():
@@ -32,9 +38,10 @@ def a_report():
         types.append(TypeErrors(name, 8.5, 3.0, layouts, of))
     magnitudes = [np.ones((s.n_kv, s.d_k), np.float32) for s in SHAPES]
     magnitudes[1][0, 5], magnitudes[1][0, 20] = 6.25, 8
+    spectra = [(spectrum(10, 16), spectrum(32, 32)), (spectrum(5), spectrum(2))]
     left_out = {"nuq3": "cache type nuq3 needs numbers"}
     return Report(
-        Path("default.gguf"), 2048, 1, 512, 4, 5.0, SHAPES, magnitudes, types, left_out
+        Path("default.gguf"), 2048, 1, 512, 4, 5.0, SHAPES, magnitudes, spectra, types, left_out
     )  # fmt: skip
 
 
@@ -85,6 +92,18 @@ def test_the_tables(pykv, measured, text):
         "|     1 |    0 | 0.600 |   160 | 20 (8.0x), 5 (6.2x)   |",
         "|     0 |    1 | 0.700 |  25.0 |                       |",
         "|     0 |    0 | 0.500 |  12.0 |                       |",
+        "",
+        "Rank that keeps 99 % of a head's energy, singular values squared: "
+        "K 5 to 16, median 10, of 32; V 2 to 32, median 32, of 32",
+        "",
+        "Each layer's heads: least and largest rank, and what the best 1/8, 1/4 and 1/2 of the "
+        "channels keep, median in %",
+        "",
+        "| layer |    k rank | k 1/8 | k 1/4 | k 1/2 |    v rank | v 1/8 | v 1/4 | v 1/2 |",
+        "| ----: | --------: | ----: | ----: | ----: | --------: | ----: | ----: | ----: |",
+        # 4 of 10 and 4 of 16 channels in the middle of 40 and 25 %
+        "|     0 |  10 to 16 |  32.5 |  65.0 | 100.0 |        32 |  12.5 |  25.0 |  50.0 |",
+        "|     1 |         5 |  80.0 | 100.0 | 100.0 |         2 | 100.0 | 100.0 | 100.0 |",
     ])  # fmt: skip
     assert "[2/2] 0.25 s a layer\n" in result.err
     assert "left out: nuq3; -v says why\n" in result.err
@@ -94,11 +113,15 @@ def test_the_tables(pykv, measured, text):
 
 def test_which_heads_are_shown(pykv, measured, text):
     lines = pykv("kv-report", "-f", text, "--layers", "all").out.splitlines()
-    assert [line.split(" | ")[:2] for line in lines[-3:]] == [
+    assert [line.split(" | ")[:2] for line in lines if line.count("|") == 6][2:] == [
         ["|     0", "   0"], ["|     0", "   1"], ["|     1", "   0"],
     ]  # fmt: skip
+    assert [line.split(" | ")[:2] for line in lines[-2:]] == [
+        ["|     0", " 10 to 16"], ["|     1", "        5"],
+    ]  # fmt: skip
     lines = pykv("kv-report", "-f", text, "--layers", "none").out.splitlines()
-    assert lines[-1].startswith("Outlier channels of K")
+    assert lines[-3].startswith("Outlier channels of K")
+    assert lines[-1].startswith("Rank that keeps 99 % of a head's energy")
 
 
 def test_json_holds_everything(pykv, measured, text):
@@ -264,3 +287,4 @@ def test_on_the_real_engine(run, reciter):
     assert medians[0] == 0
     assert 0 < medians[1] < 2 < medians[2]
     assert sum(line.count("|") == 7 for line in lines) == 2 + 2 * 2  # two layers of two heads
+    assert [line.count("|") for line in lines[-4:]] == [10] * 4

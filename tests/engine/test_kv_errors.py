@@ -186,17 +186,37 @@ def test_values_that_are_nothing_have_no_error():
     assert found[1] == 0
 
 
+def as_stored(k, unturned):
+    """Keys as the cache stores them, sinks apart, f64 [N - 4, G, D]."""
+    # a pair of channels i and i + 8 as a complex number, turned by its angle; the rest stays
+    pairs = k[..., :8] + 1j * k[..., 8:16]
+    if not unturned:
+        pairs = pairs * np.exp(1j * np.arange(N)[:, None] * ROPE.inv_freq)[:, None]
+    return np.concatenate([pairs.real, pairs.imag, k[..., 16:]], -1)[4:]
+
+
 @pytest.mark.parametrize("unturned", [False, True])
 def test_the_largest_keys(unturned):
     q, k, v = inputs(PLAIN)
     k[2, 1, 5] = 1e6  # a sink
     watch = watched([candidate("f16", PLAIN)], PLAIN, [(q, k, v)], unturned=unturned)
-    # a pair of channels i and i + 8 as a complex number, turned by its angle; the rest stays
-    pairs = k[..., :8] + 1j * k[..., 8:16]
-    if not unturned:
-        pairs = pairs * np.exp(1j * np.arange(N)[:, None] * ROPE.inv_freq)[:, None]
-    stored = np.concatenate([pairs.real, pairs.imag, k[..., 16:]], -1)
-    np.testing.assert_allclose(watch.magnitudes[0], np.abs(stored[4:]).max(0), rtol=1e-5)
+    expected = np.abs(as_stored(k, unturned)).max(0)
+    np.testing.assert_allclose(watch.magnitudes[0], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("unturned", [False, True])
+def test_spectra_of_keys_and_values_over_several_chunks(unturned):
+    shape = LayerShape(6, 2, 40, 24)
+    chunks = [inputs(shape, seed=seed) for seed in (1, 2)]
+    for _, k, v in chunks:
+        k[2], v[3] = 1e4, 1e4  # sinks
+    watch = watched([candidate("f16", shape)], shape, chunks, parts=[100], unturned=unturned)
+    keys = np.concatenate([as_stored(k, unturned) for _, k, _ in chunks])
+    values = np.concatenate([v[4:] for _, _, v in chunks])
+    for found, x in zip(watch.spectra()[0], (keys, values), strict=True):
+        for g in range(2):
+            singular = np.linalg.svd(x[:, g], compute_uv=False)
+            np.testing.assert_allclose(found.singular[g], singular, rtol=1e-5)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -11,7 +11,9 @@ from pykv.cache.layout import layouts_of
 from pykv.config import CacheConfig
 from pykv.engine import calibration, kv_report
 from pykv.engine.calibration import Calibration
+from pykv.engine.chunks import first_chunks, read_chunk
 from pykv.engine.kv_report import Report, TypeErrors
+from pykv.engine.spectrum import Spectrum
 from pykv.errors import ConfigError
 from pykv.gguf import open_gguf
 
@@ -29,7 +31,10 @@ def report(errors, magnitudes=None, ratio=5.0):
         types.append(TypeErrors(name, 4.5, 4.5, layouts, parts))
     if magnitudes is None:
         magnitudes = [np.ones((s.n_kv, s.d_k), np.float32) for s in SHAPES]
-    return Report(Path("m.gguf"), 512, 1, 128, 4, ratio, SHAPES, magnitudes, types)
+    flat = [
+        (Spectrum(np.ones((s.n_kv, s.d_k))), Spectrum(np.ones((s.n_kv, s.d_v)))) for s in SHAPES
+    ]
+    return Report(Path("m.gguf"), 512, 1, 128, 4, ratio, SHAPES, magnitudes, flat, types)
 
 
 class TestReport:
@@ -96,6 +101,34 @@ def test_a_model_of_two_layers(model):
     assert of_head["errors"]["kivi2"]["both"] == worst["error"]
     assert of_head["key_magnitudes"] == made.magnitudes[worst["layer"]][worst["head"]].tolist()
     assert model.dev.listener is None
+
+
+@pytest.mark.parametrize("position", ["write", "read"])
+def test_spectra_are_those_of_what_the_cache_holds(load, position):
+    model, heard = load(cache=CacheConfig(sinks=5, position=position)), {0: [], 1: []}
+    made = kv_report.measure(model, TEXT, ["f16"], ctx_size=288, chunks=2)
+
+    def note(layer, q, k, v, rope, scale):
+        pairs = k[..., 0::2] + 1j * k[..., 1::2]  # of a llama's file, neighbours turn together
+        if position == "write":
+            pairs = pairs * np.exp(1j * np.arange(288)[:, None] * rope.inv_freq)[:, None]
+        heard[layer].append((np.stack([pairs.real, pairs.imag], -1).reshape(k.shape)[5:], v[5:]))
+
+    model.dev.listener = note
+    for chunk in first_chunks(model, TEXT, 288, 2):
+        read_chunk(model, chunk)
+    found = json.loads(json.dumps(made.to_dict(), allow_nan=False))
+    assert found["rank_keeps"] == 0.99
+    for layer, chunks in heard.items():
+        for side, parts in zip(("key", "value"), zip(*chunks, strict=True), strict=True):
+            x = np.concatenate(parts)
+            for g, head in enumerate(found["layers"][layer]["heads"]):
+                singular = np.linalg.svd(x[:, g], compute_uv=False)
+                np.testing.assert_allclose(head[f"{side}_singular"], singular, rtol=1e-5)
+                energy = np.square(singular) / np.square(singular).sum()
+                rank = head[f"{side}_rank"]
+                assert energy[: rank - 1].sum() < 0.99 <= energy[:rank].sum()
+                assert 1 < rank <= 16
 
 
 def test_the_models_own_batches_do_not_matter(load):
