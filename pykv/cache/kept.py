@@ -74,7 +74,8 @@ class Kept:
         self._exact = exact
         self._limit = np.where(exact, np.iinfo(np.int64).max, rules.residuals + PAGE)
         self._taken: dict[PagePool, set[int]] = {}
-        self._replaced: list[tuple[PagePool, I64]] = []
+        self._replaced: list[tuple[PagePool, int]] = []
+        self._read_last: list[tuple[PagePool, int]] = []
         self._saved: dict[str, Any] = {}
 
     @property
@@ -92,7 +93,7 @@ class Kept:
 
     def begin(self, large: bool) -> None:
         """From here on changes can be taken back; `large`: cells may be dropped or moved too."""
-        self._taken, self._replaced = {}, []
+        self._taken, self._replaced, self._read_last = {}, [], []
         names = (*STATE, *LARGE) if large else STATE
         self._saved = {name: getattr(self, name).copy() for name in names}
         self._saved |= {"tokens": self.tokens, "capacity": self.capacity}
@@ -105,10 +106,11 @@ class Kept:
 
     def commit(self) -> None:
         """Make the changes count."""
-        replaced, self._replaced = self._replaced, []
-        self._saved, self._taken = {}, {}
-        for pool, addresses in replaced:
-            pool.drop(addresses)
+        replaced, self._replaced, self._saved = self._replaced, [], {}
+        self._drop_read()
+        self._taken = {}
+        for pool, address in replaced:
+            pool.drop(np.array([address], np.int64))
 
     def abort(self) -> None:
         """Take the changes back."""
@@ -121,7 +123,8 @@ class Kept:
         if "positions" not in saved:
             self.positions[added] = -1
         self._fit_capacity()
-        taken, self._taken, self._replaced = self._taken, {}, []
+        taken, self._taken = self._taken, {}
+        self._replaced, self._read_last = [], []
         for pool, addresses in taken.items():
             pool.drop(np.array(sorted(addresses), np.int64))
 
@@ -132,13 +135,16 @@ class Kept:
         return addresses
 
     def replace(self, pool: PagePool, address: int) -> None:
-        """Let go of a page: at once if it is of this batch, else when that counts."""
-        mine = self._taken.get(pool, set())
-        if address in mine:
-            mine.remove(address)
+        """Let go of a page: soon if it is of this batch, else when that counts."""
+        mine = address in self._taken.get(pool, ())
+        (self._read_last if mine else self._replaced).append((pool, address))
+
+    def _drop_read(self) -> None:
+        """Give back this batch's pages that the moves before have read."""
+        done, self._read_last = self._read_last, []
+        for pool, address in done:
+            self._taken[pool].discard(address)
             pool.drop(np.array([address], np.int64))
-        else:
-            self._replaced.append((pool, np.array([address], np.int64)))
 
     def _own_newest_pages(self) -> None:
         """Copy the pages that the next token goes into, where another sequence holds them too."""
@@ -259,6 +265,7 @@ class Kept:
         due = self.due(at)
         if not due.any():
             return []
+        self._drop_read()
         first, moves = at.indices(len(self.cells))[0], Rearrangement(self)
         for layer, head in np.argwhere(due):
             layer += first

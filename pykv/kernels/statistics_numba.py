@@ -90,13 +90,13 @@ def keep_query(ctx, task, worker):
 
 
 @device
-def pick(source, to, slots, number, d):
+def pick(source, to, slots, number, d, keys):
     """Copy the slots that are taken from a source, f32 of one page to another."""
     for t in range(PAGE):
         slot = scalar_i32(slots + t * 4)
         if slot // PAGE == number and slot >= 0:
             slot -= number * PAGE
-            if KEYS:
+            if keys:
                 for i in range(d):
                     put_f32(to + i * ROW + t * 4, scalar_f32(source + i * ROW + slot * 4))
             else:
@@ -123,7 +123,7 @@ def gather(ctx, task, worker):
         page = scalar_i64(scalar_i64(ctx + 16) + (task * many + number) * 8)
         if page != 0:
             read(page, d, PAGE, source, scalar_i64(ctx + 88) + h * scalar_i64(ctx + 96))
-            pick(source, new, slots, number, d)
+            pick(source, new, slots, number, d, KEYS)
     if SEAL and matrix != 0:
         turn_page(new, d, matrix + h * scalar_i64(ctx + 80), r, source)
         new = source
