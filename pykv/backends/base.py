@@ -343,6 +343,9 @@ class Backend(ABC):
 
     keeps = False  # whether policies can run here
 
+    def prepare_moves(self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]) -> None:
+        """Make ready what policies need beside attention."""
+
     def move(self, step: Step, moves: Sequence[Move]) -> None:
         """Make pages of tokens of other pages, outside a batch."""
         raise NotImplementedError

@@ -27,7 +27,7 @@ from pykv.backends.base import (
     Step,
     WeightSource,
 )
-from pykv.backends.cpu_attention import CpuAttention
+from pykv.backends.cpu_attention import CpuAttention, maps_of
 from pykv.backends.crew import Crew
 from pykv.backends.kernels import Kernels
 from pykv.backends.products import Products
@@ -130,6 +130,12 @@ class CpuBackend(Backend):
             *self.kernels.cache_plan,
         ]
 
+    def prepare_moves(  # noqa: D102
+        self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]
+    ) -> None:
+        self.kernels.load(["column_sums", "keep_query"])
+        self.kernels.load(name for layer in formats for name in cpu_kept.kernel_names(layer))
+
     def facts(self) -> dict[str, Any]:  # noqa: D102
         return {
             "threads": self.threads,
@@ -166,8 +172,7 @@ class CpuBackend(Backend):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """A block that runs programs of its own: what was noted down before runs first."""
-        self._flush()
+        """A block that runs programs of its own, apart from the one that verbs add to."""
         before = self._program
         try:
             yield
@@ -179,7 +184,7 @@ class CpuBackend(Backend):
             self._move(step, moves)
 
     def _move(self, step: Step, moves: Sequence[Move]) -> None:
-        cpu_kept.move(self, CpuAttention(self, step).maps, step, moves)
+        cpu_kept.move(self, maps_of(step), step, moves)
 
     def window_sums(self, step: Step, layer: int, queries: F32) -> F32:  # noqa: D102
         with self._lock:
@@ -219,7 +224,7 @@ class CpuBackend(Backend):
         try:
             with self._blas.one():
                 logits = graph.forward(step)
-                self._flush()
+                self.flush()
             self._attention.check()
             return np.array(logits.array)
         finally:
@@ -227,7 +232,8 @@ class CpuBackend(Backend):
             self._attention = None
             self._products.release()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Run what verbs have noted down."""
         if len(self._program):
             self._program.run(self._check)
             self._program = self._new_program()
@@ -342,7 +348,7 @@ class CpuBackend(Backend):
 
     def _linear_blas(self, x: Buffer, weight: Weight, add: Array | None) -> Buffer:
         out = self.buffer(x.shape[0], weight.n_out)
-        self._flush()
+        self.flush()
         result = out.array
         self._products.multiply(x.array, weight, result, self._check)
         if add is not None:
@@ -362,7 +368,7 @@ class CpuBackend(Backend):
         if self._attention is None:
             raise NumericsError("attention was called outside a batch")
         if self.listener is not None:
-            self._flush()
+            self.flush()
             self.listener(layer, q.array.copy(), k.array.copy(), v.array.copy(), rope, scale)
         return self._attention.emit(layer, q, k, v, rope, scale)
 

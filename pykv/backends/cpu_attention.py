@@ -51,6 +51,12 @@ class Queries:
     turns: Any  # position_numba.py's numbers, or 0
 
 
+def maps_of(step: Step) -> list[PageMaps]:
+    """What each layer's pages need beside their bytes."""
+    numbers = step.numbers or ((),) * len(step.shapes)
+    return [PageMaps(*layer) for layer in zip(step.shapes, step.formats, numbers, strict=True)]
+
+
 def _share(values: int) -> int:
     """Tasks of so many values that a thread takes at a time."""
     return max(1, LEAST_SHARE // values)
@@ -68,12 +74,7 @@ class CpuAttention:
         self._launches: list[_RowLaunch] = []
         self._scratch: dict[int, Memory] = {}
         self._partial: dict[tuple[int, int], tuple[Memory, Memory]] = {}
-        self.maps = [
-            PageMaps(*layer)
-            for layer in zip(
-                step.shapes, step.formats, step.numbers or ((),) * len(step.shapes), strict=True
-            )
-        ]
+        self.maps = maps_of(step)
         self._turns: dict[int, Turns] = {}
         self._rows = [np.asarray(r.rows, np.int32) for r in step.rounds]
         self._arena: Arena = backend.arena

@@ -7,12 +7,12 @@ of all rows have been computed before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pykv.backends.base import F32, PAGE, Move, Step
+from pykv.backends.base import F32, PAGE, CacheFormats, Move, Step
 from pykv.backends.kernels import stem
 from pykv.backends.page_maps import PageMaps
 
@@ -42,6 +42,7 @@ def attend_by_row(
     if policy is None or policy.keeper is None:
         return
     row, program, chunks = np.zeros(1, np.int32), None, 0
+    backend.flush()
     with backend.apart():
         for number in range(queries.own.shape[0]):
             attention.step.check_cancelled()
@@ -93,6 +94,17 @@ def _emit(backend: CpuBackend, maps: PageMaps, step: Step, work: Move) -> None:
 def kernel_name(side: int, kind: str, page: str, tail: str) -> str:
     """The name of the kernel that makes such pages."""
     return f"gather_{'kv'[side]}_{kind}_{tail}" + ("" if kind == "tail" else f"_{page}")
+
+
+def kernel_names(formats: CacheFormats) -> Iterator[str]:
+    """The kernels that make pages for a layer."""
+    sides = (
+        (formats.page_k, formats.tail_k, formats.exact_k),
+        (formats.page_v, formats.tail_v, formats.exact_v),
+    )
+    for side, (page, tail, exact) in enumerate(sides):
+        for kind in ("tail",) if exact else ("tail", "seal", "page"):
+            yield kernel_name(side, kind, stem(page), tail)
 
 
 def window_sums(backend: CpuBackend, attention: CpuAttention, layer: int, queries: F32) -> F32:

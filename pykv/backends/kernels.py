@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -80,6 +80,11 @@ class Kernels:
                 self._load_by_name(name)
         address: int = self._kernels[name].address
         return address
+
+    def load(self, names: Iterable[str]) -> None:
+        """Compile or load kernels now."""
+        for name in names:
+            _ = self[name]
 
     @contextmanager
     def _listening(self) -> Iterator[None]:

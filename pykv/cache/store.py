@@ -101,8 +101,12 @@ class Store:
 
     def room(self, sequence: int) -> int:
         """Tokens that may yet be read."""
-        endless = self.policy is not None and self.policy.endless
-        return (ENDLESS if endless else self.n_ctx) - self.length(sequence)
+        return self.limit - self.length(sequence)
+
+    @property
+    def limit(self) -> int:
+        """Tokens that a sequence may have."""
+        return ENDLESS if self.policy is not None and self.policy.endless else self.n_ctx
 
     @property
     def forks(self) -> bool:

@@ -212,6 +212,17 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
                 "Other types for some layers, k: or v: or both; the last to name a layer counts: "
                 "0-1=k:q8_0,v:q8_0;5=k:f16.",
             ),
+            "policy": _f(
+                "--kv-policy",
+                "NAME",
+                "Which tokens are kept: full, window, sinks, h2o, scissorhands, snapkv, fastgen; "
+                "settings as h2o:recent=0.5.",
+            ),
+            "budget": _f(
+                "--kv-budget",
+                "N|P%",
+                "Tokens that a policy keeps of each KV head, or their share of those seen.",
+            ),
             "guard": _f(
                 "--kv-guard",
                 "on|off",

@@ -1,6 +1,7 @@
 """A conversation: messages on one side, a cached sequence on the other.
 
-Each turn is computed on a fork, which costs at most a partly filled page, and counts once its
+Each turn is computed on a fork (under a policy by head, which forbids it, on the sequence itself,
+and going back reads the conversation again), which costs at most a partly filled page, and counts once its
 prompt was read; until then the conversation is as it was. The state before each turn is kept, for
 `undo` and `retry`. After a turn only the new text is read: the rendering so far, plus the answer as
 it was generated, must be a prefix of the new rendering. Where a template rewrites the past it is
@@ -115,7 +116,7 @@ class Chat:
         wanted = self._wanted(base, messages, spans, rendered)
 
         def start() -> tuple[Session, list[int]]:
-            session = base.session.fork()
+            session = base.session.fork() if self._model.store.forks else self._take(base)
             # one token at least must be read, for the logits after it
             kept = session.truncate(min(_common(session.tokens, wanted), len(wanted) - 1))
             return session, wanted[kept:]
@@ -144,6 +145,12 @@ class Chat:
         )
         self._running = weakref.ref(generation)
         return generation
+
+    def _take(self, base: _State) -> Session:
+        """A state's session itself, where it cannot be forked: back there all is read again."""
+        session, base.session = base.session, Session(self._model)
+        base.text, base.unread = None, []
+        return session
 
     def _wanted(
         self, base: _State, messages: list[dict[str, str]], spans: list[Span], rendered: str
