@@ -68,6 +68,9 @@ class Session:
             self._model.store.truncate(self._number, n)
         return len(self)
 
+    def prompt_end(self) -> None:
+        """Tell the cache that the prompt ends here."""
+
     def read(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> F32:
         """Add tokens, one at least; returns the logits [V] after the last.
 
