@@ -1,4 +1,4 @@
-"""Pictures, drawn by matplotlib where it is installed: what they need, before a run and after it."""
+"""Pictures, which matplotlib draws: what they need, before a run and after it."""
 
 from __future__ import annotations
 

@@ -104,7 +104,10 @@ def command(
         text = None if file is None else _text(screen, file)
         wide = replace(load, ctx_size=load.ctx_size or max(sizes))
         with screen.loaded(
-            model_option.pick(model), offline=model_option.offline, load=wide, cache=cache
+            model_option.pick(model),
+            offline=model_option.offline,
+            load=wide,
+            cache=next(iter(caches.values())),
         ) as opened:
             _run(screen, opened, grid, caches, text, plot)
 
@@ -177,7 +180,7 @@ def _run(
             scores: list[Score] = []
             grid = needle.Grid(name, cache, scores)
             try:
-                with screen.running(name) as tell:
+                with screen.running("needles") as tell:
                     for score in needle.scores(model, asked, cache, plan.compress):
                         if not scores:
                             grids.append(grid)

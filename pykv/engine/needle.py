@@ -248,12 +248,12 @@ def _common(some: Sequence[int], other: Sequence[int]) -> int:
 
 
 def settled(model: Model, caches: Sequence[CacheConfig]) -> list[CacheConfig]:
-    """The caches as this model would have them: with the guard's choices.
+    """The caches as this model has them, with the guard's choices; it was loaded with the first.
 
     Raises ConfigError: one does not run, as without a calibration that it needs.
     """
-    found = []
-    for cache in caches:
+    found = [model.config]
+    for cache in caches[1:]:
         with open_gguf(model.path) as file:
             found.append(guard.guarded(cache, file, model.store.shapes))
         model._new_store(found[-1], 1)
