@@ -276,5 +276,5 @@ def _draw(grids: Sequence[Grid], plan: Plan, path: str) -> None:
                 if cell is not None:
                     words = f"{100 * cell.exact:.0f} %\n{cell.log_prob:.2f}"
                     place.text(x, y, words, ha="center", va="center", fontsize=7)
-    figure.colorbar(image, ax=list(axes), label="mean probability of a token of the answer")
+    figure.colorbar(image, ax=list(axes), label="probability of an answer's token, geometric mean")
     _plot.save(figure, path)
