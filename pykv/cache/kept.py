@@ -77,6 +77,16 @@ class Kept:
         self._replaced: list[tuple[PagePool, int]] = []
         self._read_last: list[tuple[PagePool, int]] = []
         self._saved: dict[str, Any] = {}
+        self._addresses: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def addresses(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where keys' and values' tables, words, bits and sums begin, and the bytes of a layer."""
+        if self._addresses is None:
+            arrays = (self.tables[0], self.tables[1], self.words, self.alive, self.sums)
+            self._addresses = (
+                tuple(int(a.ctypes.data) for a in arrays), tuple(a.strides[0] for a in arrays)
+            )  # fmt: skip
+        return self._addresses
 
     @property
     def n_kept(self) -> int:
@@ -200,6 +210,7 @@ class Kept:
 
     def _fit_capacity(self) -> None:
         """Bring all arrays to the capacity."""
+        self._addresses = None
         for name, per_entry, fill in (
             ("tables", 1, 0), ("alive", 1, 0), ("positions", PAGE, -1), ("scores", PAGE, 0),
         ):  # fmt: skip
@@ -313,6 +324,7 @@ class Kept:
         for name in (*STATE, *LARGE, "sums"):
             setattr(other, name, getattr(self, name).copy())
         other.capacity, other.tokens, other.reading = self.capacity, self.tokens, self.reading
+        other._addresses = None
         for pool, addresses in other.pages():
             pool.hold(addresses)
         return other
