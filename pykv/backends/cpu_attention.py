@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pykv.backends.base import F32, I64, PAGE, Rope, Step
+from pykv.backends.cpu_latent import CpuLatent
 from pykv.backends.kernels import cache_key, stem, tiles
 from pykv.backends.page_maps import PageMaps, Turns
 from pykv.backends.program import Arena, Buffer, Memory, Program
@@ -55,15 +56,17 @@ class CpuAttention:
         self._launches: list[_RowLaunch] = []
         self._scratch: dict[int, Memory] = {}
         self._partial: dict[tuple[int, int], tuple[Memory, Memory]] = {}
-        self._maps = [
-            PageMaps(*layer)
-            for layer in zip(
+        self._maps = {
+            i: PageMaps(*layer)
+            for i, layer in enumerate(zip(
                 step.shapes, step.formats, step.numbers or ((),) * len(step.shapes), strict=True
-            )
-        ]
+            ))
+            if not layer[0].shared
+        }  # fmt: skip
         self._turns: dict[int, Turns] = {}
         self._rows = [np.asarray(r.rows, np.int32) for r in step.rounds]
         self._arena: Arena = backend.arena
+        self._latent = CpuLatent(self, backend, step)
 
     @staticmethod
     def capacity(step: Step) -> int:
@@ -123,6 +126,8 @@ class CpuAttention:
             turns = self._turns_for(rope)
         else:
             self._turn(k, rope, 1.0)
+        if shape.shared:
+            return self._latent.emit(layer, q, k)
         out = self._backend.buffer(q.shape[0], shape.n_head * shape.d_v)
         few = q.shape[0] < 8 or self._backend.deterministic
         q_pages = self._key_query(layer, q)
@@ -157,8 +162,8 @@ class CpuAttention:
         _, cos, sin = self._ropes[id(rope)]
         other, step = (rope.n_rot // 2, 1) if rope.neox else (1, 2)
         self._backend.emit(
-            "rope", rows, x, heads, d, rope.n_rot, other, step, cos, sin, float(scale)
-        )
+            "rope", rows, x, heads, d, rope.n_rot, other, step, cos, sin, float(scale), rope.first,
+        )  # fmt: skip
 
     def _turns_for(self, rope: Rope | None) -> I64:
         if id(rope) not in self._turns:
@@ -180,6 +185,36 @@ class CpuAttention:
         )  # fmt: skip
         return out
 
+    # what cpu_latent.py shares
+
+    def flags_of(self, layer: int) -> I64:
+        """Where write kernels note what they found."""
+        flags: I64 = self._flags[layer]
+        return flags
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that the longest row needs."""
+        return self._chunks
+
+    def launched(
+        self, lines: list[tuple[int, I64, int]], combine: tuple[int, I64, int, int]
+    ) -> None:
+        """Take note of lines whose size follows the context; see `_RowLaunch`."""
+        self._launches.append(_RowLaunch(lines, combine))
+
+    def partial_for(self, places: int, width: int) -> tuple[int, int]:
+        """Addresses for so many partial sums of that width, and for their softmax states."""
+        if (places, width) not in self._partial:
+            memory = self._arena.take(places * width * 4), self._arena.take(places * 8)
+            self._partial[places, width] = memory
+        partial, stats = self._partial[places, width]
+        return partial.address, stats.address
+
+    def scratch_for(self, n_bytes: int) -> int:
+        """The address of scratch of n_bytes for every worker."""
+        return self._scratch_for(n_bytes).address
+
     def _scratch_for(self, n_bytes: int) -> Memory:
         """Scratch of n_bytes for every worker, kept while the batch runs."""
         if n_bytes not in self._scratch:
@@ -196,10 +231,7 @@ class CpuAttention:
         if maps.matrix_v is not None:
             width += (maps.d_v + 31) // 32 * 32
         places = min(len(rows), ROWS_AT_ONCE) * shape.n_head * room
-        if (places, width) not in self._partial:
-            memory = self._arena.take(places * width * 4), self._arena.take(places * 8)
-            self._partial[places, width] = memory
-        partial, stats = (m.address for m in self._partial[places, width])
+        partial, stats = self.partial_for(places, width)
         lines = []
         for heads, first, count in tiles(group):
             scratch = heads * CHUNK_TOKENS * 4

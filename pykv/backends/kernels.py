@@ -44,6 +44,11 @@ def stem(name: str) -> str:
     return name.partition(":")[0]
 
 
+def latent_key(formats: CacheFormats) -> str:
+    """The same where only keys are kept."""
+    return f"{stem(formats.page_k)}_{formats.tail_k}"
+
+
 class Kernels:
     """Addresses of kernels by name.  `progress` is told each kernel that has to be compiled."""
 
@@ -109,12 +114,15 @@ class Kernels:
             self._kernels[name] = self._jit.kernel(template, name, **names)
 
     def _load_by_name(self, name: str) -> None:
-        from pykv.kernels import elementwise_numba, matvec_numba
+        from pykv.kernels import elementwise_numba, heads_numba, matvec_numba
 
         if name in ELEMENTWISE:
             self._add(name, getattr(elementwise_numba, name))
             return
         kind, _, rest = name.partition("_")
+        if name == "copy_columns":
+            self._add(name, heads_numba.copy_columns)
+            return
         if kind in ("vnni", "quantize"):
             self._load_vnni(kind, name, rest)
             return
@@ -127,7 +135,7 @@ class Kernels:
         }
         if kind == "matvec":
             names["ROWS"] = int(rest.rpartition("_r")[2])
-        self._add(name, getattr(matvec_numba, kind), **names)
+        self._add(name, getattr(heads_numba if kind == "heads" else matvec_numba, kind), **names)
 
     def _load_vnni(self, kind: str, name: str, rest: str) -> None:
         from pykv.kernels import vnni_numba
@@ -181,11 +189,19 @@ class Kernels:
         for name in ELEMENTWISE:
             _ = self[name]
 
+    def load_heads(self, types: Sequence[str]) -> None:
+        """Compile what products by head need of these weight types."""
+        for name in ("copy_columns", *(f"heads_{t}" for t in types)) if types else ():
+            _ = self[name]
+
     def load_cache(self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]) -> None:
         """Compile what the attention of these layers needs."""
         with self._listening():
             for shape, names in dict.fromkeys(zip(shapes, formats, strict=True)):
-                self._load_attention(shape, names)
+                if shape.shared:
+                    self._load_latent(names)
+                else:
+                    self._load_attention(shape, names)
 
     def _load_attention(self, shape: LayerShape, formats: CacheFormats) -> None:
         from pykv.kernels import attention_numba, cache_numba, prompt_numba
@@ -221,6 +237,32 @@ class Kernels:
         )  # fmt: skip
         self._load_encoders(formats, modules)
         line = f"attention: attend_{key}, prompt_{key}"
+        if line not in self.cache_plan:
+            self.cache_plan.append(line)
+
+    def _load_latent(self, formats: CacheFormats) -> None:
+        from pykv.kernels import attention_numba, latent_numba
+
+        modules, key = plan.cpu_cache_modules(formats), latent_key(formats)
+        page, tail = modules[formats.page_k], modules[formats.tail_k]
+        walk = self._bound(
+            latent_numba.walk_entries, f"walk_latent_{key}",
+            read_keys_page=page.read_keys, read_keys_tail=tail.read_keys,
+        )  # fmt: skip
+        self._add(f"latent_{key}", latent_numba.attend, walk=walk)
+        self._add("combine", attention_numba.combine)
+        self._add(
+            f"latent_write_{formats.tail_k}", latent_numba.write,
+            write_key=tail.write_key, LIMIT_K=tail.LIMIT,
+        )  # fmt: skip
+        if not formats.exact_k:
+            self._add(
+                f"latent_encode_{formats.tail_k}_{stem(formats.page_k)}", latent_numba.encode_page,
+                read_tail=tail.read_keys, encode=page.encode_keys,
+            )  # fmt: skip
+        if formats.transform_k != "none":
+            self._add("latent_turn", latent_numba.turn)
+        line = f"attention: latent_{key}"
         if line not in self.cache_plan:
             self.cache_plan.append(line)
 

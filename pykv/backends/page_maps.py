@@ -44,13 +44,14 @@ def _matrices(
     maps = transforms.matrices(transform, d, numbers)
     if maps is None:
         return None, None
-    return _filled(maps), _filled(maps.transpose(0, 2, 1))
+    return filled(maps), filled(maps.transpose(0, 2, 1))
 
 
-def _filled(maps: F32) -> F32:
-    filled = np.zeros((*maps.shape[:2], (maps.shape[2] + 15) // 16 * 16), np.float32)
-    filled[:, :, : maps.shape[2]] = maps
-    return filled
+def filled(maps: F32) -> F32:
+    """Matrices whose rows end on a multiple of 16 columns."""
+    made = np.zeros((*maps.shape[:2], (maps.shape[2] + 15) // 16 * 16), np.float32)
+    made[:, :, : maps.shape[2]] = maps
+    return made
 
 
 def _distance(maps: F32 | None) -> int:

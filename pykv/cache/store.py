@@ -229,7 +229,7 @@ class Store:
 
     def _fill_entry(self, held: Held, entry: int, kind: str, undo: Undo) -> None:
         for band in self._bands:
-            for side in (0, 1):
+            for side in band.sides:
                 pool, whole = self._pool(band.sizes[kind, side]), len(self._bands) == 1
                 for layer in [slice(None)] if self._uniform and whole else band.layers:
                     target = held.tables[side, layer, :, entry]
@@ -246,7 +246,7 @@ class Store:
         if held.tokens == start or not any(p.any_shared for p in self._pools.values()):
             return
         for number, band in enumerate(self._bands):
-            for side in (0, 1):
+            for side in band.sides:
                 n_bytes = band.sizes[self._kind(held, number, entry), side]
                 pool = self._pool(n_bytes)
                 for layer in band.layers:
@@ -316,7 +316,7 @@ class Store:
             band, entry = self._bands[number], encoded[number]
             formats = band.formats
             for side, exact in enumerate((formats.exact_k, formats.exact_v)):
-                if exact:
+                if exact or side not in band.sides:
                     continue
                 fresh_pool = self._pool(band.sizes["page", side])
                 tail_pool = self._pool(band.sizes["tail", side])
@@ -388,7 +388,7 @@ class Store:
         for held in self._sequences.values():
             for shape in self.shapes:
                 kept = min(held.tokens, shape.window or held.tokens)
-                total += kept * shape.n_kv * (shape.d_k + shape.d_v) * 2
+                total += kept * shape.n_kv * shape.kept * 2
         return total
 
     def estimate(self, n: int) -> int:
