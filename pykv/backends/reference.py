@@ -241,7 +241,7 @@ class ReferenceBackend(Backend):
             stop = min(start + (PAGE if entry else sinks), n)
             if stop > max(lowest, start):
                 format_, page, slots = find(head, entry)
-                decode_page = (format_.decode_keys, format_.decode_values)[side]
+                decode_page = format_.decode_values if side else format_.decode_keys
                 numbers, back = {}, None
                 if 0 < entry <= encoded:
                     numbers, back = _numbers(step, layer, side, head), mapped
