@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pykv.backends import transforms
-from pykv.backends.base import F32, I64, CacheFormats, LayerShape, Step
+from pykv.backends.base import I64, CacheFormats, LayerShape, Step
 from pykv.backends.kernels import latent_key, stem
-from pykv.backends.page_maps import filled
+from pykv.backends.page_maps import matrices
 from pykv.backends.program import Buffer
 from pykv.errors import ConfigError
 from pykv.formats.coded import HeadNumbers, find
@@ -44,11 +44,7 @@ class LatentMaps:
         keys, values = numbers or ((), ())
         self.d_v = transforms.width(formats.transform_k, shape.d_v)
         self.d_k = self.d_v + shape.d_k - shape.d_v
-        self.matrix: F32 | None = None
-        self.back: F32 | None = None
-        maps = transforms.matrices(formats.transform_k, shape.d_v, values)
-        if maps is not None:
-            self.matrix, self.back = filled(maps), filled(maps.transpose(0, 2, 1))
+        self.matrix, self.back = matrices(formats.transform_k, shape.d_v, values)
         format_ = find(formats.page_k)
         if format_.calibration == "levels":
             raise ConfigError(f"cache type {formats.page_k} cannot hold latent keys; use another")

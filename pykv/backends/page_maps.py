@@ -29,29 +29,28 @@ class PageMaps:
         self.n_kv = shape.n_kv
         self.d_k = transforms.width(formats.transform_k, shape.d_k)
         self.d_v = transforms.width(formats.transform_v, shape.d_v)
-        self.matrix_k, _ = _matrices(formats.transform_k, shape.d_k, keys)
-        self.matrix_v, self.back_v = _matrices(formats.transform_v, shape.d_v, values)
+        self.matrix_k, _ = matrices(formats.transform_k, shape.d_k, keys)
+        self.matrix_v, self.back_v = matrices(formats.transform_v, shape.d_v, values)
         self.distance_k, self.distance_v = _distance(self.matrix_k), _distance(self.matrix_v)
         self.distance_back_v = _distance(self.back_v)
         self.extra_k = _extra(formats.page_k, shape.n_kv, self.d_k, keys)
         self.extra_v = _extra(formats.page_v, shape.n_kv, self.d_v, values)
 
 
-def _matrices(
+def matrices(
     transform: str, d: int, numbers: Sequence[HeadNumbers]
 ) -> tuple[F32 | None, F32 | None]:
     """The maps f32 [KV heads or 1, D, R] and those back, rows filled up to 16 columns."""
     maps = transforms.matrices(transform, d, numbers)
     if maps is None:
         return None, None
-    return filled(maps), filled(maps.transpose(0, 2, 1))
+    return _filled(maps), _filled(maps.transpose(0, 2, 1))
 
 
-def filled(maps: F32) -> F32:
-    """Matrices whose rows end on a multiple of 16 columns."""
-    made = np.zeros((*maps.shape[:2], (maps.shape[2] + 15) // 16 * 16), np.float32)
-    made[:, :, : maps.shape[2]] = maps
-    return made
+def _filled(maps: F32) -> F32:
+    filled = np.zeros((*maps.shape[:2], (maps.shape[2] + 15) // 16 * 16), np.float32)
+    filled[:, :, : maps.shape[2]] = maps
+    return filled
 
 
 def _distance(maps: F32 | None) -> int:

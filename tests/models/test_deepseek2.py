@@ -1,4 +1,4 @@
-"""The deepseek2 graph against transformers' DeepseekV2ForCausalLM on the same dequantised weights."""
+"""The deepseek2 graph against transformers' DeepseekV2ForCausalLM on the dequantised weights."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def deepseek(make):
         gone = {f"blk.{i}.attn_{part}.weight" for i in range(2) for part in "qkv"}
         shapes = tensors(q_rank, heads) | (reshape or {})
         shapes = {name: shape for name, shape in shapes.items() if name not in drop}
-        return make(
-            "deepseek2", keys, plain=True, drop=gone | set(drop), reshape=shapes, **options
-        )
+        return make("deepseek2", keys, plain=True, drop=gone | set(drop), reshape=shapes, **options)
 
     return build
 
@@ -167,7 +165,7 @@ def test_weight_types(types, deepseek, load, tokens):
 
 @pytest.mark.parametrize("all_dim", [0.0, 0.707, 1.0])
 def test_yarn(all_dim, deepseek, load, tokens):
-    """`yarn_log_multiplier` is a tenth of mscale_all_dim; without it cos and sin are made larger."""
+    """`yarn_log_multiplier` is a tenth of mscale_all_dim; without it cos and sin grow instead."""
     keys, more = dict(YARN), {}
     if all_dim:
         keys["rope.scaling.yarn_log_multiplier"] = 0.1 * all_dim
