@@ -13,10 +13,9 @@ import numpy as np
 
 from pykv.backends import transforms
 from pykv.backends.base import I64, CacheFormats, LayerShape, Step
-from pykv.backends.kernels import latent_key, stem
+from pykv.backends.kernels import latent_block, latent_key, mapped_by, stem
 from pykv.backends.page_maps import matrices
 from pykv.backends.program import Buffer
-from pykv.errors import ConfigError
 from pykv.formats.coded import HeadNumbers, find
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 CHUNK_ENTRIES = 8  # attention_numba.CHUNK
 ROWS_AT_ONCE = 16  # rows whose partial sums are kept at the same time
+LEAST_SHARE = 4096  # values that a thread sums at a time
 LAUNCH_FLOPS = 4e9  # of one prompt launch, so that Ctrl-C is heard soon
 HEADS_AT_ONCE = 32  # query heads of a row that share one decoded page, at most
 LINES_AT_ONCE = 64  # query heads x queries of one prompt task
@@ -45,9 +45,12 @@ class LatentMaps:
         self.d_v = transforms.width(formats.transform_k, shape.d_v)
         self.d_k = self.d_v + shape.d_k - shape.d_v
         self.matrix, self.back = matrices(formats.transform_k, shape.d_v, values)
+        # what maps rows: the block alone, where the matrix consists of equal ones
+        self.block = latent_block(formats, shape)
+        self.rows, self.rows_back = self.matrix, self.back
+        if self.block:
+            self.rows, self.rows_back = matrices(formats.transform_k, self.block, values)
         format_ = find(formats.page_k)
-        if format_.calibration == "levels":
-            raise ConfigError(f"cache type {formats.page_k} cannot hold latent keys; use another")
         # of the latent, and of the channels that turn
         scales = [1.0 if not n or n[0].scale is None else float(n[0].scale) for n in (values, keys)]
         self.extra = np.array(scales, np.float32)
@@ -98,7 +101,10 @@ class CpuLatent:
             return q
         rows, heads, d = q.shape
         out = self._backend.buffer(rows, heads, maps.d_k)
-        self._backend.emit("latent_turn", rows * heads, q, d, shape.d_v, maps.matrix, maps.d_v, out)
+        self._backend.emit(
+            mapped_by("latent_turn", maps.block), rows * heads, q, d, shape.d_v, maps.rows,
+            maps.d_v, out,
+        )  # fmt: skip
         return out
 
     def _attend(
@@ -137,9 +143,10 @@ class CpuLatent:
         shape, maps = self._step.shapes[layer], self._maps_of(layer)
         tasks = len(rows) * shape.n_head
         ctx = self._backend.emit(
-            "combine", tasks, rows, shape.n_head, shape.d_v, chunks, *places, out,
-            shape.n_head * shape.d_v * 4, maps.d_v, 0 if maps.back is None else maps.back, 0,
-            shape.n_head, share=max(1, 4096 // (chunks * shape.d_v)),
+            mapped_by("combine", maps.block), tasks, rows, shape.n_head, shape.d_v, chunks,
+            *places, out, shape.n_head * shape.d_v * 4, maps.d_v,
+            0 if maps.rows_back is None else maps.rows_back, 0, shape.n_head,
+            share=max(1, LEAST_SHARE // (chunks * shape.d_v)),
         )  # fmt: skip
         return ctx, tasks
 

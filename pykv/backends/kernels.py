@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pykv.backends import plan
+from pykv.backends import plan, transforms
 from pykv.backends.base import I64, CacheFormats, LayerShape
 from pykv.backends.crew import Driver
 from pykv.backends.threads import give_way_address
@@ -47,6 +47,17 @@ def stem(name: str) -> str:
 def latent_key(formats: CacheFormats) -> str:
     """The same where only keys are kept."""
     return f"{stem(formats.page_k)}_{formats.tail_k}"
+
+
+def latent_block(formats: CacheFormats, shape: LayerShape) -> int:
+    """The width of the equal blocks that such a layer's transform consists of; 0: it has none."""
+    block = transforms.hadamard_block(shape.d_v) if formats.transform_k == "hadamard" else 0
+    return block if block < shape.d_v else 0
+
+
+def mapped_by(name: str, block: int) -> str:
+    """The name of a kernel that maps rows, by a whole matrix or by equal blocks."""
+    return f"{name}_by{block}" if block else name
 
 
 class Kernels:
@@ -199,7 +210,7 @@ class Kernels:
         with self._listening():
             for shape, names in dict.fromkeys(zip(shapes, formats, strict=True)):
                 if shape.shared:
-                    self._load_latent(names)
+                    self._load_latent(shape, names)
                 else:
                     self._load_attention(shape, names)
 
@@ -240,8 +251,8 @@ class Kernels:
         if line not in self.cache_plan:
             self.cache_plan.append(line)
 
-    def _load_latent(self, formats: CacheFormats) -> None:
-        from pykv.kernels import attention_numba, latent_numba
+    def _load_latent(self, shape: LayerShape, formats: CacheFormats) -> None:
+        from pykv.kernels import attention_numba, latent_numba, turn_numba
 
         modules, key = plan.cpu_cache_modules(formats), latent_key(formats)
         page, tail = modules[formats.page_k], modules[formats.tail_k]
@@ -250,7 +261,10 @@ class Kernels:
             read_keys_page=page.read_keys, read_keys_tail=tail.read_keys,
         )  # fmt: skip
         self._add(f"latent_{key}", latent_numba.attend, walk=walk)
-        self._add("combine", attention_numba.combine)
+        block, product = latent_block(formats, shape), turn_numba.times_matrix
+        if block:
+            product = self._bound(latent_numba._times_blocks, f"times_blocks{block}", BLOCK=block)
+        self._add(mapped_by("combine", block), attention_numba.combine, times_matrix=product)
         self._add(
             f"latent_write_{formats.tail_k}", latent_numba.write,
             write_key=tail.write_key, LIMIT_K=tail.LIMIT,
@@ -261,7 +275,7 @@ class Kernels:
                 read_tail=tail.read_keys, encode=page.encode_keys,
             )  # fmt: skip
         if formats.transform_k != "none":
-            self._add("latent_turn", latent_numba.turn)
+            self._add(mapped_by("latent_turn", block), latent_numba.turn, times_matrix=product)
         line = f"attention: latent_{key}"
         if line not in self.cache_plan:
             self.cache_plan.append(line)

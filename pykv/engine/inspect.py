@@ -131,7 +131,8 @@ def _cache(model: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name in registry.names("formats"):
         format_ = registry.find("formats", name, "cache type").FORMAT
-        if "cache" not in format_.roles:
+        turns = getattr(format_, "key_position", "write") == "read"
+        if "cache" not in format_.roles or (shared and turns):
             continue
         bits = (
             format_.bits_per_value(key_width, "key"),

@@ -36,6 +36,7 @@ from pykv.kernels.turn_numba import ROW_BYTES, times_matrix, turn_keys
 f = np.float32
 LIMIT_K = np.float32(1)
 EXTRA_BYTES = 4  # of one part's number outside the pages
+BLOCK = 1  # channels of a block, where a transform maps each by the same matrix
 _stub = device(lambda *args: None)
 read_keys_page = read_keys_tail = read_tail = encode = write_key = walk = _stub
 
@@ -220,6 +221,12 @@ def encode_page(ctx, task, worker):
     encode(latent, r, page, extra)
     encode(scratch + d_v * 256, d_k - d_v, page + scalar_i64(ctx + 32), extra + EXTRA_BYTES)
     put_i64(entry, page)
+
+
+def _times_blocks(x, d, matrix, r, out):
+    """As `times_matrix`, of a matrix that is the same block again and again; r is d."""
+    for at in range(0, d * 4, BLOCK * 4):
+        times_matrix(x + at, BLOCK, matrix, BLOCK, out + at)
 
 
 # ctx: x, d_k, d_v, matrix, d_v of pages, out

@@ -13,7 +13,7 @@ from pykv.cache.store import Store
 from pykv.config import CacheConfig
 from pykv.formats.coded import HeadNumbers, find
 
-SHAPE = LayerShape(6, 1, 96, 64, shared=True)
+SHAPE = LayerShape(6, 1, 128, 96, shared=True)  # three Hadamard blocks of 32
 NARROW = LayerShape(33, 1, 45, 33, shared=True)
 SCALE = 0.13
 # formats, transforms and scales of a calibration file, of the latent and of the rest
@@ -165,7 +165,7 @@ def test_long_contexts_and_splits(type_, make_cpu):
 
 
 def test_only_the_last_channels_turn(make_cpu):
-    rope = Rope(False, 100.0 ** -(np.arange(16) / 16), 1.1, first=64)
+    rope = Rope(False, 100.0 ** -(np.arange(16) / 16), 1.1, first=96)
     outs = []
     for dev in (make_cpu(), reference.create()):
         text = Text(dev, SHAPE, config_of("f16"))
@@ -176,10 +176,10 @@ def test_only_the_last_channels_turn(make_cpu):
     z = (1j * np.multiply.outer(np.arange(21), rope.inv_freq))[:, None]
 
     def turn(x):
-        pairs = x[..., 64:].reshape(*x.shape[:-1], 16, 2)
+        pairs = x[..., 96:].reshape(*x.shape[:-1], 16, 2)
         y = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(z) * 1.1
         rest = np.stack([y.real, y.imag], -1).reshape(*x.shape[:-1], 32)
-        return np.concatenate([x[..., :64], rest], -1).astype(np.float32)
+        return np.concatenate([x[..., :96], rest], -1).astype(np.float32)
 
     text = Text(reference.create(), SHAPE, config_of("f16"))
     text.queries, text.keys = list(turn(q)), turn(k[:, None])[:, 0]
@@ -190,12 +190,11 @@ def test_a_page_has_a_scale_for_each_part(make_cpu):
     """Small latents beside large turning channels keep int8's precision for themselves."""
     text = Text(make_cpu(), SHAPE, config_of("int8", sinks=0, residual=0))
     text.write(PAGE)
-    text.keys[:, 64:] *= 1  # 20 times as large; see `draw`
     exact, seen = text.keys.astype(np.float64), text.seen(PAGE)
-    latent = np.abs(exact[:, :64]).max(1, keepdims=True)
-    assert (np.abs(seen - exact)[:, :64] <= latent * (1 / 254 + 2**-10)).all()
+    latent = np.abs(exact[:, :96]).max(1, keepdims=True)
+    assert (np.abs(seen - exact)[:, :96] <= latent * (1 / 254 + 2**-10)).all()
     page = int(text.store._sequences[text.sequence].tables[0, 0, 0, 1])
-    at = reference.page_at(page, find("int8").page_bytes(64, "key") + 32 * PAGE + 2 * PAGE)
-    scales = [at[start : start + 2 * PAGE].view("<f2") for start in (64 * PAGE, len(at) - 2 * PAGE)]
-    for part, scale in zip((exact[:, :64], exact[:, 64:]), scales, strict=True):
+    at = reference.page_at(page, 128 * PAGE + 2 * 2 * PAGE)
+    scales = [at[start : start + 2 * PAGE].view("<f2") for start in (96 * PAGE, len(at) - 2 * PAGE)]
+    for part, scale in zip((exact[:, :96], exact[:, 96:]), scales, strict=True):
         np.testing.assert_allclose(scale, np.abs(part).max(1) / 127, rtol=2e-3)
