@@ -11,6 +11,7 @@ from pykv.backends.base import PAGE, LayerShape, Rope
 from pykv.cache.pages import HostMemory
 from pykv.cache.store import Store
 from pykv.config import CacheConfig
+from pykv.errors import NumericsError
 from pykv.formats.coded import HeadNumbers, find
 
 SHAPE = LayerShape(6, 1, 128, 96, shared=True)  # three Hadamard blocks of 32
@@ -198,3 +199,49 @@ def test_a_page_has_a_scale_for_each_part(make_cpu):
     scales = [at[start : start + 2 * PAGE].view("<f2") for start in (96 * PAGE, len(at) - 2 * PAGE)]
     for part, scale in zip((exact[:, :96], exact[:, 96:]), scales, strict=True):
         np.testing.assert_allclose(scale, np.abs(part).max(1) / 127, rtol=2e-3)
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (40, 70), (1, 130)])
+def test_sequences_share_a_batch_and_a_prefix(counts, make_cpu):
+    """A fork reads on beside the sequence that it came from, as each would alone."""
+    text = Text(make_cpu(), SHAPE, config_of("int8", residual=0))
+    text.write(100)
+    other, store = text.store.fork(text.sequence), text.store
+    q, k = text.draw(sum(counts))
+    cuts = [slice(0, counts[0]), slice(counts[0], None)]
+    alone = []
+    for sequence, cut in zip((text.sequence, other), cuts, strict=True):
+        own = store.fork(sequence)
+        alone.append(text.write(len(k[cut]), None, own, (q[cut], k[cut])))
+        store.free(own)
+    batch = [
+        (s, np.zeros(n, np.int32)) for s, n in zip((text.sequence, other), counts, strict=True)
+    ]
+    step = store.begin(batch, np.zeros(1, np.int32))
+    text.backend._programs.clear()
+
+    def verb(dev, step, q, k):
+        return dev.attention(step, 0, q, k, None, None, SCALE)
+
+    together = result(text.backend, verb, q, k[:, None], step=step)
+    store.commit()
+    assert off(together.reshape(len(q), 6, -1), np.concatenate(alone)) < 1e-5
+    # back to a page's start, where nothing exact is lost
+    assert store.truncate(other, 60) == 4
+    text.write(30, None, other, (q[:30], k[:30]) if len(q) > 29 else text.draw(30))
+    for sequence in (text.sequence, other):
+        store.free(sequence)
+    assert store.nbytes == 0
+
+
+def test_a_batch_that_breaks_off_leaves_the_store_as_it_was(make_cpu):
+    text = Text(make_cpu(), SHAPE, config_of("int8", residual=0))
+    text.write(100)
+    before = text.store.nbytes
+    text.store.begin([(text.sequence, np.zeros(90, np.int32))], np.zeros(1, np.int32))
+    text.store.abort()
+    assert (text.store.nbytes, text.store.length(text.sequence)) == (before, 100)
+    k = text.draw(1)
+    k[1][0, 100] = np.nan
+    with pytest.raises(NumericsError, match="layer 0, position 100"):
+        text.write(1, given=k)
