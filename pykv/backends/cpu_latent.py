@@ -28,6 +28,7 @@ LEAST_SHARE = 4096  # values that a thread sums at a time
 LAUNCH_FLOPS = 4e9  # of one prompt launch, so that Ctrl-C is heard soon
 HEADS_AT_ONCE = 32  # query heads of a row that share one decoded page, at most
 LINES_AT_ONCE = 64  # query heads x queries of one prompt task
+PROMPT_TASKS_PER_THREAD = 4  # of one prompt launch, at least
 TASKS_PER_THREAD = 2  # that a batch of rows is cut into, if it has as many heads
 WHOLE = 1 << 40  # table entries: a prompt's task walks over all of them
 
@@ -108,16 +109,17 @@ class CpuLatent:
         return out
 
     def _attend(
-        self, layer: int, rows: Any, q: Buffer, q_pages: Buffer, block: tuple[int, int], chunks: int
-    ) -> tuple[I64, int, tuple[int, int]]:
+        self, layer: int, rows: Any, q: Buffer, q_pages: Buffer, block: tuple[int, int],
+        chunks: int, cost: int = 0,
+    ) -> tuple[I64, int, tuple[int, int]]:  # fmt: skip
         """The launch for some rows, a block being so many heads and queries.
 
         Chunks are 0 for a prompt. Returns its parameters, its tasks per chunk, and where sums and
         softmax states go.
         """
-        batch, backend, shape = self._batch, self._backend, self._step.shapes[layer]
         from pykv.kernels.latent_numba import scratch_bytes
 
+        batch, backend, shape = self._batch, self._backend, self._step.shapes[layer]
         maps, heads, whole = self._maps_of(layer), shape.n_head, chunks == 0
         width = (shape.d_v + 31) // 32 * 32
         if maps.matrix is not None:
@@ -133,7 +135,7 @@ class CpuLatent:
             heads * maps.d_k * 4, shape.d_k, shape.d_v, maps.d_k, maps.d_v, max(chunks, 1), heads,
             per_block, queries, WHOLE if whole else CHUNK_ENTRIES, partial, stats,
             batch.scratch_for(scratch), scratch, maps.matrix is not None, maps.extra,
-            maps.second,
+            maps.second, cost=cost,
         )  # fmt: skip
         return ctx, tasks, (partial, stats)
 
@@ -174,10 +176,12 @@ class CpuLatent:
         shape = self._step.shapes[layer]
         context = int(self._step.positions[rows[-1]]) + 1
         flops = 2 * context * heads * (shape.d_k + shape.d_v)
-        at_once = max(queries, int(LAUNCH_FLOPS / flops) // queries * queries)
+        least = queries * PROMPT_TASKS_PER_THREAD * self._backend.threads
+        at_once = max(least, int(LAUNCH_FLOPS / flops) // queries * queries)
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
-            places = self._attend(layer, some, q, q_pages, (per_block, queries), 0)[2]
+            cost = int(len(some) * flops / 32)
+            places = self._attend(layer, some, q, q_pages, (per_block, queries), 0, cost)[2]
             self._combine(layer, some, 1, places, out)
 
     def _encode(self, layer: int, moves: I64) -> None:
