@@ -70,6 +70,7 @@ class Rope:
     neox: bool  # pairs (i, i + n_rot / 2), else (2i, 2i + 1)
     inv_freq: NDArray[np.float64]  # [n_rot / 2], scaling included
     magnitude: float = 1.0
+    first: int = 0  # the channel that the turning ones begin at
 
     @property
     def n_rot(self) -> int:
@@ -94,6 +95,12 @@ class LayerShape:
     d_k: int  # channels of a key
     d_v: int  # channels of a value
     window: int = 0  # tokens that a query sees, itself included; 0: all
+    shared: bool = False  # values are the first d_v channels of the keys: only these are kept
+
+    @property
+    def kept(self) -> int:
+        """Values that a token costs in the cache, of each KV head."""
+        return self.d_k if self.shared else self.d_k + self.d_v
 
 
 @dataclass(frozen=True)
@@ -370,6 +377,25 @@ class Backend(ABC):
         """[T, n_in] -> [T, n_out], plus `add` of that shape."""
 
     @abstractmethod
+    def load_heads(self, tensor: WeightSource) -> Any:
+        """Matrices for `heads_linear`, [H, n_out, n_in].
+
+        Raises UnsupportedError: the backend has no such products.
+        """
+
+    @abstractmethod
+    def heads_linear(self, x: Array, weight: Any) -> Array:
+        """[T, H, n_in] -> [T, H, n_out], each head by its own matrix."""
+
+    @abstractmethod
+    def columns(self, x: Array, first: int, stop: int) -> Array:
+        """The last axis from `first` to `stop` - 1."""
+
+    @abstractmethod
+    def concat(self, x: Array, y: Array) -> Array:
+        """[..., N] and [..., M] -> [..., N + M]."""
+
+    @abstractmethod
     def rms_norm(self, x: Array, weight: Any, eps: float) -> Array:
         """Normalise the last axis and multiply by `weight`."""
 
@@ -379,7 +405,8 @@ class Backend(ABC):
     ) -> Array:
         """Write k [T, G, D] and v to the cache and attend with q [T, H, D]: [T, H * D].
 
-        q and k are turned by `rope` first; scores are multiplied by `scale`.
+        q and k are turned by `rope` first; scores are multiplied by `scale`. Where the layer's
+        values are channels of its keys, v is not looked at.
         """
 
     @abstractmethod

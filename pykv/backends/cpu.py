@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pykv.backends import cpu_kept, plan
+from pykv.backends import cpu_heads, cpu_kept, plan
 from pykv.backends.base import (
     F32,
     Array,
@@ -102,6 +102,7 @@ class CpuBackend(Backend):
         self._products = Products(self.kernels, self._crew)
         self._lock = threading.Lock()
         self._weights: list[Weight] = []
+        self._head_types: set[str] = set()
         self._programs: dict[tuple[Any, ...], tuple[Program, Buffer, CpuAttention, Step]] = {}
         self._program = self._new_program()
         self._attention: CpuAttention | None = None
@@ -114,6 +115,11 @@ class CpuBackend(Backend):
         self._weights.append(weight)
         return weight
 
+    def load_heads(self, tensor: WeightSource) -> cpu_heads.HeadWeights:  # noqa: D102
+        weight = cpu_heads.HeadWeights(tensor)
+        self._head_types.add(weight.type)
+        return weight
+
     def load_vector(self, tensor: WeightSource) -> F32:  # noqa: D102
         values = plan.decode(tensor).reshape(-1)
         padded = np.zeros(len(values) + 16, np.float32)
@@ -123,6 +129,7 @@ class CpuBackend(Backend):
     def prepare(self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]) -> None:  # noqa: D102
         types = sorted({w.type for w in self._weights})
         self.kernels.load_weights(types)
+        self.kernels.load_heads(sorted(self._head_types))
         self.kernels.load_cache(shapes, formats)
         self.plan = [
             f"cpu backend: {self.threads} threads",
@@ -355,6 +362,18 @@ class CpuBackend(Backend):
             result += add.array
         return out
 
+    def heads_linear(self, x: Array, weight: cpu_heads.HeadWeights) -> Array:  # noqa: D102
+        if x.shape[0] < BLAS_ROWS or self.deterministic:
+            return cpu_heads.emit(self, x, weight)
+        self.flush()
+        return cpu_heads.multiply(self, self._products, x, weight, self._check)
+
+    def columns(self, x: Array, first: int, stop: int) -> Array:  # noqa: D102
+        return cpu_heads.columns(self, x, first, stop)
+
+    def concat(self, x: Array, y: Array) -> Array:  # noqa: D102
+        return cpu_heads.concat(self, x, y)
+
     def rms_norm(self, x: Array, weight: F32, eps: float) -> Array:  # noqa: D102
         out, n = self.buffer(*x.shape), x.shape[-1]
         rows = int(np.prod(x.shape[:-1]))
@@ -369,7 +388,9 @@ class CpuBackend(Backend):
             raise NumericsError("attention was called outside a batch")
         if self.listener is not None:
             self.flush()
-            self.listener(layer, q.array.copy(), k.array.copy(), v.array.copy(), rope, scale)
+            shape, keys = step.shapes[layer], k.array.copy()
+            values = keys[..., : shape.d_v].copy() if shape.shared else v.array.copy()
+            self.listener(layer, q.array.copy(), keys, values, rope, scale)
         return self._attention.emit(layer, q, k, v, rope, scale)
 
     def _gated(self, kernel: str, gate: Array, up: Array) -> Array:

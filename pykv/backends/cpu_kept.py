@@ -7,7 +7,7 @@ of all rows have been computed before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,7 +62,9 @@ def _nothing() -> None:
     """A row takes microseconds; the batch asks between rows."""
 
 
-def move(backend: CpuBackend, maps: Sequence[PageMaps], step: Step, moves: Sequence[Move]) -> None:
+def move(
+    backend: CpuBackend, maps: Mapping[int, PageMaps], step: Step, moves: Sequence[Move]
+) -> None:
     """Make pages of tokens of other pages, at once."""
     with backend.apart():
         program = backend.new_program()

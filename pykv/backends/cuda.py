@@ -34,7 +34,7 @@ from pykv.backends.cuda_choice import choose
 from pykv.backends.cuda_device import device_of, give_back, missing, told, wait
 from pykv.backends.cuda_memory import DeviceMemory, tables_bytes
 from pykv.backends.cuda_steps import Steps
-from pykv.errors import NumericsError
+from pykv.errors import NumericsError, UnsupportedError
 from pykv.kernels import elementwise_triton, launch_triton, matvec_triton
 
 PANEL_BYTES = 64 << 20  # of a weight that is decoded at a time for a prompt
@@ -126,6 +126,21 @@ class CudaBackend(Backend):
     def load(self, tensor: WeightSource) -> Weight:  # noqa: D102
         self._weights.append(Weight(tensor))
         return self._weights[-1]
+
+    def load_heads(self, tensor: WeightSource) -> Any:  # noqa: D102
+        raise UnsupportedError(
+            f"{tensor.name} has a matrix for each head, as multi-head latent attention does, for "
+            "which there are no GPU kernels yet; use --device cpu"
+        )
+
+    def heads_linear(self, x: Array, weight: Any) -> Array:  # noqa: D102
+        raise UnsupportedError("products by head have no GPU kernels yet; use --device cpu")
+
+    def columns(self, x: Array, first: int, stop: int) -> Array:  # noqa: D102
+        return self._ready(x)[..., first:stop].contiguous()
+
+    def concat(self, x: Array, y: Array) -> Array:  # noqa: D102
+        return torch.cat([self._ready(x), self._ready(y)], dim=-1)
 
     def load_vector(self, tensor: WeightSource) -> torch.Tensor:  # noqa: D102
         with told(self._device, LOADING):

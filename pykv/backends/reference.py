@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pykv.backends import transforms
+from pykv.backends import latent, transforms
 from pykv.backends.base import (
     F32,
     I64,
@@ -33,6 +33,9 @@ def _numbers(step: Step, layer: int, side: int, head: int) -> dict[str, Any]:
     """A head's numbers out of a calibration file, as an encoder and a decoder take them."""
     formats = step.formats[layer]
     wanted = cache_format((formats.page_k, formats.page_v)[side]).calibration != "none"
+    if wanted and step.numbers and step.shapes[layer].shared:
+        keys, values = step.numbers[layer]
+        return {"numbers": (values[head], keys[head])}
     return {"numbers": step.numbers[layer][side][head]} if wanted and step.numbers else {}
 
 
@@ -51,6 +54,9 @@ def _map(step: Step, layer: int, side: int, head: int) -> F32 | None:
     """The transform of a head's keys or values, [D, R]."""
     shape, names = step.shapes[layer], step.formats[layer]
     transform = (names.transform_k, names.transform_v)[side]
+    if shape.shared:
+        maps = latent.key_maps(transform, shape, step.numbers[layer][1] if step.numbers else ())
+        return None if maps is None else maps[head % len(maps)]
     numbers = step.numbers[layer][side] if step.numbers else ()
     maps = transforms.matrices(transform, (shape.d_k, shape.d_v)[side], numbers)
     return None if maps is None else maps[head % len(maps)]
@@ -87,6 +93,18 @@ class ReferenceBackend(Backend):
         with np.errstate(invalid="ignore"):  # as in _attend
             y: F32 = x @ weight.T
         return y if add is None else y + add
+
+    load_heads = load
+
+    def heads_linear(self, x: F32, weight: F32) -> F32:  # noqa: D102
+        with np.errstate(invalid="ignore"):  # as in _attend
+            return np.ascontiguousarray(np.einsum("thi,hoi->tho", x, weight, optimize=True))
+
+    def columns(self, x: F32, first: int, stop: int) -> F32:  # noqa: D102
+        return np.ascontiguousarray(x[..., first:stop])
+
+    def concat(self, x: F32, y: F32) -> F32:  # noqa: D102
+        return np.concatenate([x, y], axis=-1)
 
     def rms_norm(self, x: F32, weight: F32, eps: float) -> F32:  # noqa: D102
         mean = np.mean(x * x, axis=-1, keepdims=True)
@@ -129,10 +147,12 @@ class ReferenceBackend(Backend):
             q = self._turn(q, step.positions, rope)
             k = k if at_read else self._turn(k, step.positions, rope)
         self._rope = rope if at_read else None
-        out = np.empty((*q.shape[:2], v.shape[-1]), np.float32)
+        shape = step.shapes[layer]
+        out = np.empty((*q.shape[:2], shape.d_v), np.float32)
+        sides = [(0, k)] if shape.shared else [(0, k), (1, v)]
         for round_ in step.rounds:
             for segment in round_.segments:
-                self._write(step, layer, segment, k, v)
+                self._write(step, layer, segment, sides)
                 self._attend(step, layer, segment, q * np.float32(scale), out)
             if round_.moves:
                 self._encode(step, layer, round_.moves[layer])
@@ -141,9 +161,9 @@ class ReferenceBackend(Backend):
     @staticmethod
     def _turn(x: F32, positions: I64, rope: Rope) -> F32:
         cos, sin = (t[:, None, :] for t in rope.tables(positions))
-        half, n = rope.n_rot // 2, rope.n_rot
-        first, second = (slice(0, half), slice(half, n)) if rope.neox else (
-            slice(0, n, 2), slice(1, n, 2))  # fmt: skip
+        at, half, end = rope.first, rope.first + rope.n_rot // 2, rope.first + rope.n_rot
+        first, second = (slice(at, half), slice(half, end)) if rope.neox else (
+            slice(at, end, 2), slice(at + 1, end, 2))  # fmt: skip
         y = x.copy()
         y[..., first] = x[..., first] * cos - x[..., second] * sin
         y[..., second] = x[..., first] * sin + x[..., second] * cos
@@ -160,9 +180,12 @@ class ReferenceBackend(Backend):
             cache_format((k, v)[side])
             for k, v in ((names.page_k, names.page_v), (names.tail_k, names.tail_v))
         )
+        width = transforms.width((names.transform_k, names.transform_v)[side], d)
+        if side == 0:
+            page = latent.key_format(names.page_k, shape)
+            width = latent.key_width(names.transform_k, shape)
         sides: tuple[Side, Side] = ("key", "value")
         side_name = sides[side]
-        width = transforms.width((names.transform_k, names.transform_v)[side], d)
 
         def find(head: int, entry: int) -> tuple[Any, U8, int]:
             slots = PAGE if entry else (sinks + 15) // 16 * 16
@@ -173,11 +196,13 @@ class ReferenceBackend(Backend):
 
         return find
 
-    def _write(self, step: Step, layer: int, segment: Segment, k: F32, v: F32) -> None:
+    def _write(
+        self, step: Step, layer: int, segment: Segment, sides: list[tuple[int, F32]]
+    ) -> None:
         """Put a segment's keys and values in the tail, a page at a time."""
         sinks = int(step.records[layer, segment.first, 3])
         rows = np.arange(segment.first, segment.first + segment.count)
-        for side, x in ((0, k), (1, v)):
+        for side, x in sides:
             bad = ~np.isfinite(x[rows]).all(axis=(1, 2))
             if bad.any():
                 position = step.positions[rows[bad][0]]
@@ -216,7 +241,7 @@ class ReferenceBackend(Backend):
             stop = min(start + (PAGE if entry else sinks), n)
             if stop > max(lowest, start):
                 format_, page, slots = find(head, entry)
-                decode_page = (format_.decode_keys, format_.decode_values)[side]
+                decode_page = format_.decode_values if side else format_.decode_keys
                 numbers, back = {}, None
                 if 0 < entry <= encoded:
                     numbers, back = _numbers(step, layer, side, head), mapped
@@ -238,7 +263,10 @@ class ReferenceBackend(Backend):
         cells = np.arange(n)[None, :]
         visible = (cells <= positions[:, None]) & (cells >= low)
         for g in range(shape.n_kv):
-            keys, values = (self._read(step, layer, segment.first, s, g, n) for s in (0, 1))
+            keys = self._read(step, layer, segment.first, 0, g, n)
+            values = keys[:, : shape.d_v]
+            if not shape.shared:
+                values = self._read(step, layer, segment.first, 1, g, n)
             if self._rope is not None:
                 keys = self._turn(keys[:, None], cells[0], self._rope)[:, 0]
             seen = visible.any(0)
@@ -259,6 +287,8 @@ class ReferenceBackend(Backend):
         )
         for (d, tail_name, page_name, side), side_moves in zip(sides, moves, strict=True):
             tail, page = cache_format(tail_name), cache_format(page_name)
+            if side == "key":
+                page = latent.key_format(page_name, shape)
             for i, (entry_address, new) in enumerate(side_moves):
                 numbers = _numbers(step, layer, int(side == "value"), i % shape.n_kv)
                 mapped = _map(step, layer, int(side == "value"), i % shape.n_kv)

@@ -137,7 +137,9 @@ class Rows:
         starts, steps = kept.addresses()
         newest = kept.words[at].max(1).tolist()
         for i, (place, encoded) in enumerate(newest, at.indices(len(layers))[0]):
-            keys, values, words, alive, sums = (a + i * b for a, b in zip(starts, steps, strict=True))
+            keys, values, words, alive, sums = (
+                a + i * b for a, b in zip(starts, steps, strict=True)
+            )
             if self._rules.policy.needs != "sums":
                 sums = 0
             records[layers[i], row, :11] = (

@@ -316,7 +316,7 @@ class Store:
         for held in self._sequences.values():
             for shape in self.shapes:
                 kept = min(held.tokens, shape.window or held.tokens)
-                total += kept * shape.n_kv * (shape.d_k + shape.d_v) * 2
+                total += kept * shape.n_kv * shape.kept * 2
         return total
 
     def estimate(self, n: int) -> int:
