@@ -96,7 +96,9 @@ class Kept:
         self._taken, self._replaced, self._read_last = {}, [], []
         names = (*STATE, *LARGE) if large else STATE
         self._saved = {name: getattr(self, name).copy() for name in names}
-        self._saved |= {"tokens": self.tokens, "capacity": self.capacity}
+        self._saved |= {
+            "tokens": self.tokens, "capacity": self.capacity, "reading": self.reading
+        }  # fmt: skip
         if self.rules.policy.per_head:
             return
         for pool in {self.rules.pool(n) for b in self.rules.bands for n in b.sizes.values()}:
