@@ -47,7 +47,8 @@ def text_of(n, shapes=SHAPES, seed=0):
         return rng.normal(0, size, (n, heads, d)).astype(np.float32)
 
     return Text(
-        [draw(s.n_head, s.d_k, 2) for s in shapes],
+        # heads that look about evenly, and others at little
+        [draw(s.n_head, s.d_k, np.linspace(0.7, 3, s.n_head)[:, None]) for s in shapes],
         [draw(s.n_kv, s.d_k, 1) for s in shapes],
         [draw(s.n_kv, s.d_v, 1) for s in shapes],
     )
@@ -102,7 +103,7 @@ class Lists:
             self.sinks = 0
         self.heads = {(i, g): [] for i in run.layers for g in range(run.shapes[i].n_kv)}
         self.reading = self.policy.whole_prompts
-        self.known, self.read = {}, {}
+        self.known, self.pages_read = {}, {}
 
     def budget(self):
         text = str(self.run.config.budget)
@@ -131,9 +132,9 @@ class Lists:
         by_channel = side == 0 and getattr(kept.page, "key_axis", "") == "channel"
         if not token.sealed or not (by_channel or kept.matrices is not None):
             return known
-        if (layer, head) not in self.read:
-            self.read[layer, head] = self.run.stored(self.sequence, layer, head)
-        stored = self.read[layer, head][token.position][side]
+        if (layer, head) not in self.pages_read:
+            self.pages_read[layer, head] = self.run.stored(self.sequence, layer, head)
+        stored = self.pages_read[layer, head][token.position][side]
         # a rounding of the map may move a code to its neighbour
         if not by_channel:
             assert np.linalg.norm(stored - known) <= 0.2 * np.linalg.norm(known)
@@ -165,7 +166,7 @@ class Lists:
 
     def begin(self):
         """The next token joins; full tails are encoded before."""
-        self.read = {}
+        self.pages_read = {}
         for (layer, _), tokens in self.heads.items():
             tail = [t for t in tokens if not t.sealed]
             if len(tail) >= self.limit(layer):
