@@ -171,7 +171,7 @@ class CpuAttention:
                 for segment in round_.segments:
                     self._attend_prompt(layer, segment.first, segment.count, queries, out)
             if round_.moves:
-                self._encode(layer, round_.moves[layer])
+                self.encode(layer, round_.moves[layer])
         return out
 
     def write(self, layer: int, rows: Any, k: Buffer, v: Buffer) -> None:
@@ -363,7 +363,8 @@ class CpuAttention:
                 queries.turns, maps.distance_back_v, cost=int(rows * flops / 32),
             )  # fmt: skip
 
-    def _encode(self, layer: int, moves: tuple[I64, I64]) -> None:
+    def encode(self, layer: int, moves: tuple[I64, I64]) -> None:
+        """Lines that encode tail pages of a layer, keys and values."""
         shape, maps = self.step.shapes[layer], self.maps[layer]
         names = self.step.formats[layer]
         sides = (

@@ -37,25 +37,33 @@ def attend_by_row(
     backend: CpuBackend, attention: CpuAttention, layer: int, queries: Queries, k: Buffer,
     v: Buffer, out: Buffer,
 ) -> None:  # fmt: skip
-    """One layer's attention, a row after the other, the policy deciding in between."""
+    """One layer's attention, a row after the other, the policy deciding in between.
+
+    Rows of sequences that keep every token yet may be among them.
+    """
     policy = attention.step.policy
     if policy is None or policy.keeper is None:
         return
     row, program, chunks = np.zeros(1, np.int32), None, 0
     backend.flush()
     with backend.apart():
-        for number in range(queries.own.shape[0]):
-            attention.step.check_cancelled()
-            moves = policy.keeper.before(layer, number)
-            if moves:
-                move(backend, attention.maps, attention.step, moves)
-            row[0] = number
-            needed = attention.chunks_of(layer, number)
-            if program is None or needed != chunks:
-                chunks = needed
-                program = attention.row_program(layer, row, queries, k, v, out, chunks)
-            program.run(_nothing)
-            policy.keeper.after(layer, number)
+        for round_ in attention.step.rounds:
+            for number in round_.rows.tolist():
+                attention.step.check_cancelled()
+                moves = policy.keeper.before(layer, number)
+                if moves:
+                    move(backend, attention.maps, attention.step, moves)
+                row[0] = number
+                needed = attention.chunks_of(layer, number)
+                if program is None or needed != chunks:
+                    chunks = needed
+                    program = attention.row_program(layer, row, queries, k, v, out, chunks)
+                program.run(_nothing)
+                policy.keeper.after(layer, number)
+            if round_.moves and any(map(len, round_.moves[layer])):
+                encoding = backend.new_program()
+                attention.encode(layer, round_.moves[layer])
+                encoding.run(_nothing)
 
 
 def _nothing() -> None:

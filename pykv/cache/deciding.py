@@ -84,7 +84,9 @@ class Rows:
 
     def _want_queries(self, recent: Recent, first: int, count: int, start: int) -> None:
         n = self._rules.policy.n_queries
-        for row in range(first + max(count - n, 0), first + count):
+        rows = range(first + max(count - n, 0), first + count)
+        recent.begin([(start + row - first) % n for row in rows])
+        for row in rows:
             slot = (start + row - first) % n
             for layer, queries in zip(self._rules.layers, recent.queries, strict=True):
                 self._step.records[layer, row, 11] = queries[slot].ctypes.data
@@ -151,7 +153,9 @@ class Rows:
 
     def before(self, layer: int, row: int) -> list[Move]:
         """Make room for a row's token in a layer."""
-        part, i = self._row_part[row], self._index[layer]
+        part, i = self._row_part.get(row), self._index[layer]
+        if part is None:  # of a sequence that keeps every token yet
+            return []
         at, position = slice(i, i + 1), part.start + row - part.first
         moves = part.kept.close(at)
         part.kept.append(at, position)
@@ -160,7 +164,9 @@ class Rows:
 
     def after(self, layer: int, row: int) -> None:
         """Decide what stays in a layer after a row."""
-        part, i = self._row_part[row], self._index[layer]
+        part, i = self._row_part.get(row), self._index[layer]
+        if part is None:
+            return
         n_seen = part.start + row - part.first + 1
         met = min(n_seen, self._rules.sinks) + int(part.kept.live[i, 0])
         part.kept.decide(slice(i, i + 1), n_seen, met)

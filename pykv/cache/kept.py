@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pykv.backends.base import F32, I32, I64, PAGE, LayerShape, Move, PageMemory
 from pykv.cache.layout import Band
 from pykv.cache.pages import PagePool
-from pykv.cache.rearrange import Rearrangement, closed, gathered
+from pykv.cache.rearrange import Rearrangement, closed, followed, gathered
 from pykv.policies.base import Budget, Cells, Policy
 
 U64 = NDArray[np.uint64]
@@ -106,7 +106,9 @@ class Kept:
         self._taken, self._replaced, self._read_last = {}, [], []
         names = (*STATE, *LARGE) if large else STATE
         self._saved = {name: getattr(self, name).copy() for name in names}
-        self._saved |= {"tokens": self.tokens, "capacity": self.capacity}
+        self._saved |= {
+            "tokens": self.tokens, "capacity": self.capacity, "reading": self.reading
+        }  # fmt: skip
         if self.rules.policy.per_head:
             return
         for pool in {self.rules.pool(n) for b in self.rules.bands for n in b.sizes.values()}:
@@ -278,11 +280,12 @@ class Kept:
             return []
         self._drop_read()
         first, moves = at.indices(len(self.cells))[0], Rearrangement(self)
+        layout = closed if self.rules.policy.per_head else followed
         for layer, head in np.argwhere(due):
             layer += first
             used, encoded = int(self.cells[layer, head]), int(self.words[layer, head, 1])
             exact = bool(self._exact[layer, 0])
-            moves.add(layer, head, *closed(
+            moves.add(layer, head, *layout(
                 self.positions[layer, head, :used] >= 0,
                 used // PAGE if exact else encoded,
                 int(self._limit[layer, 0]),

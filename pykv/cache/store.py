@@ -242,7 +242,7 @@ class Store:
             held.tables[:, :, :, undo.low : undo.high] = undo.before
             held.tokens, held.encoded = undo.tokens, undo.encoded
             if held.recent is not None:
-                del held.recent.tokens[undo.tokens :]
+                held.recent.abort(undo.tokens)
             for pool, addresses in undo.taken:
                 pool.drop(addresses)
         for held in self._fresh:
@@ -278,6 +278,8 @@ class Store:
             held.kept = deciding.taken_over(self._rules, held, self._paging)
             self._fresh.append(held)
         held.kept.begin(large=True)
+        if held.recent is not None:
+            held.recent.begin([])
         return deciding.select(held.kept, held.recent, ending, sums, self.classes)
 
     def positions(self, sequence: int, layer: int, head: int) -> list[int]:

@@ -85,7 +85,7 @@ class Text:
         """Keys f64 [position + 1, d_k] as that query sees them; each part is encoded by itself."""
         x = self.keys[: position + 1]
         y = x.astype(np.float16).astype(np.float32)
-        residual = self.store._bands[0].residual
+        residual = self.store._paging.bands[0].residual
         for start in range(self.config.sinks, len(x), PAGE):
             if not self.formats.exact and position - (start + PAGE - 1) > residual:
                 y[start : start + PAGE] = self.through(y[start : start + PAGE])
