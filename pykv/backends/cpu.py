@@ -28,6 +28,7 @@ from pykv.backends.base import (
     WeightSource,
 )
 from pykv.backends.cpu_attention import CpuAttention, maps_of
+from pykv.backends.cpu_weights import Weight, byte_products, matvec
 from pykv.backends.crew import Crew
 from pykv.backends.kernels import Kernels
 from pykv.backends.products import Products
@@ -36,42 +37,10 @@ from pykv.backends.threads import BlasThreads, default_threads
 from pykv.errors import NumericsError
 
 BLAS_ROWS = 8  # from this many rows on, decoding a panel and calling the BLAS is faster
-GROUP_INPUTS, GROUP_BYTES = 128, 640  # of the input rows for byte products, vnni_numba.py
-# weight bytes of one task of a matrix-vector product: an eighth, within these
-LEAST_TASK_BYTES, MOST_TASK_BYTES = 24 << 10, 512 << 10
 
 
 # layer, q [T, H, D], k [T, G, D], v, before RoPE; the rotary embedding, and the scores' factor
 Listener = Callable[[int, F32, F32, F32, Rope | None, float], None]
-
-
-class Weight:
-    """A matrix [n_out, n_in] where it lies in the file, and how to read it."""
-
-    def __init__(self, tensor: WeightSource) -> None:
-        module = plan.cpu_weight_module(tensor)
-        self.n_out, self.n_in = tensor.shape if len(tensor.shape) == 2 else (1, tensor.shape[0])
-        self.type = tensor.type if module is not None else "f32"
-        self.data = tensor.data
-        if module is None:
-            values = plan.decode(tensor).reshape(self.n_out, self.n_in)
-            padded = np.zeros((self.n_out, (self.n_in + 31) // 32 * 32), np.float32)
-            padded[:, : self.n_in] = values
-            self.data = padded.view(np.uint8)
-        self.data = self.data.reshape(self.n_out, -1)
-        self.row_bytes = self.data.shape[1]
-        self.address = int(self.data.ctypes.data)
-        self.width = (self.n_in + 31) // 32 * 32
-        share = min(max(self.data.nbytes // 8, LEAST_TASK_BYTES), MOST_TASK_BYTES)
-        self.rows_per_task = max(4, share // self.row_bytes // 4 * 4)
-
-
-def _group(x: Buffer, add: Array | None) -> object:
-    """Products of the same rows, as q's, k's and v's, may run at the same time.
-
-    What a product adds may lie where a later one writes, so such a one stays alone.
-    """
-    return x.memory if add is None else None
 
 
 class CpuBackend(Backend):
@@ -311,47 +280,14 @@ class CpuBackend(Backend):
         out, x = self.buffer(n, weight.n_out), self._resize(x, weight.width)
         inputs = self.kernels.vnni_inputs(weight.type)
         if inputs is not None:
-            self._byte_products(x, weight, add, out, inputs)
+            byte_products(self, x, weight, add, out, inputs)
             return out
         done = 0
         while done < n:
             rows = 4 if n - done >= 4 else 1
-            self._matvec(x, weight, add, out, done, rows)
+            matvec(self, x, weight, add, out, done, rows)
             done += rows
         return out
-
-    def _byte_products(
-        self, x: Buffer, weight: Weight, add: Array | None, out: Buffer, inputs: str
-    ) -> None:
-        n, groups = x.shape[0], -(-weight.width // GROUP_INPUTS)
-        if inputs not in x.memory.derived:
-            x.memory.derived[inputs] = self.arena.take(n * groups * GROUP_BYTES)
-            self.emit(
-                inputs, n, x, weight.width * 4, weight.width // 32,
-                x.memory.derived[inputs].address, groups * GROUP_BYTES,
-            )  # fmt: skip
-        per_task = weight.rows_per_task
-        self.emit(
-            f"vnni_{weight.type}", -(-weight.n_out // per_task), weight.address, weight.row_bytes,
-            groups, x.memory.derived[inputs].address, groups * GROUP_BYTES, n, out,
-            weight.n_out * 4, weight.n_out, per_task, 0 if add is None else add,
-            weight.width // self.kernels.block_len(weight.type),
-            cost=weight.row_bytes * weight.n_out, group=_group(x, add),
-        )  # fmt: skip
-
-    def _matvec(
-        self, x: Buffer, weight: Weight, add: Array | None, out: Buffer, first: int, rows: int
-    ) -> None:
-        per_task = weight.rows_per_task
-        at = first * weight.n_out * 4
-        self.emit(
-            f"matvec_{weight.type}_r{rows}", -(-weight.n_out // per_task),
-            weight.address, weight.row_bytes, weight.width // self.kernels.block_len(weight.type),
-            x.address + first * weight.width * 4, weight.width * 4,
-            out.address + at, weight.n_out * 4, weight.n_out, per_task,
-            0 if add is None else add.address + at, cost=weight.row_bytes * weight.n_out,
-            group=_group(x, add),
-        )  # fmt: skip
 
     def _linear_blas(self, x: Buffer, weight: Weight, add: Array | None) -> Buffer:
         out = self.buffer(x.shape[0], weight.n_out)

@@ -62,6 +62,11 @@ class ReferenceBackend(Backend):
         logits: F32 = graph.forward(step)
         return logits
 
+    def prepare_moves(  # noqa: D102
+        self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]
+    ) -> None:
+        pass
+
     def move(self, step: Step, moves: Sequence[Move]) -> None:  # noqa: D102
         for move in moves:
             kept.make_pages(step, move)

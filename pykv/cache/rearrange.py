@@ -1,6 +1,6 @@
 """How a head's cells are laid out anew: which old cell each slot of the new pages takes.
 
-Three ways. `closed` moves as little as it can: the encoded pages with most holes are emptied into the
+Three ways. `closed` moves as little as it can: encoded pages with most holes are emptied into the
 others' holes, and only pages that take cells in are encoded again. That is exact for types whose
 scales belong to one token. Types with scales of a channel over 32 tokens (kivi
 keys) keep their scale while a new key lies within the channel's range, and round 32 keys anew where

@@ -1,11 +1,11 @@
 """A conversation: messages on one side, a cached sequence on the other.
 
-Each turn is computed on a fork (under a policy by head, which forbids it, on the sequence itself,
-and going back reads the conversation again), which costs at most a partly filled page, and counts once its
+Each turn is computed on a fork, which costs at most a partly filled page, and counts once its
 prompt was read; until then the conversation is as it was. The state before each turn is kept, for
-`undo` and `retry`. After a turn only the new text is read: the rendering so far, plus the answer as
-it was generated, must be a prefix of the new rendering. Where a template rewrites the past it is
-not, and the longest common run of tokens is kept instead.
+`undo` and `retry`. Under a policy by head, which forbids forks, a turn goes on in the sequence
+itself, and going back reads the conversation again. After a turn only the new text is read: the
+rendering so far, plus the answer as it was generated, must be a prefix of the new rendering. Where
+a template rewrites the past it is not, and the longest common run of tokens is kept instead.
 """
 
 from __future__ import annotations
