@@ -213,6 +213,11 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
                 "Other types for some layers, k: or v: or both; the last to name a layer counts: "
                 "0-1=k:q8_0,v:q8_0;5=k:f16.",
             ),
+            "guard": _f(
+                "--kv-guard",
+                "on|off",
+                "Keep q8_0 keys in layers whose keys carry a large bias or outlier channels.",
+            ),
             "policy": _f(
                 "--kv-policy",
                 "NAME",
@@ -223,11 +228,6 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
                 "--kv-budget",
                 "N|P%",
                 "Tokens that a policy keeps of each KV head, or their share of those seen.",
-            ),
-            "guard": _f(
-                "--kv-guard",
-                "on|off",
-                "Keep q8_0 keys in layers whose keys carry a large bias or outlier channels.",
             ),
         },
     ),

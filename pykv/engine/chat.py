@@ -113,10 +113,10 @@ class Chat:
         controls = self._model.tokenizer.controls_in
         spans = self._template.render(messages, add_generation_prompt=True, controls=controls)
         rendered = "".join(s.text for s in spans)
-        wanted = self._wanted(base, messages, spans, rendered)
+        wanted, model = self._wanted(base, messages, spans, rendered), self._model
 
         def start() -> tuple[Session, list[int]]:
-            session = base.session.fork() if self._model.store.forks else self._take(base)
+            session = base.session.fork() if model.store.forks else _taken(model, base)
             # one token at least must be read, for the logits after it
             kept = session.truncate(min(_common(session.tokens, wanted), len(wanted) - 1))
             return session, wanted[kept:]
@@ -146,12 +146,6 @@ class Chat:
         self._running = weakref.ref(generation)
         return generation
 
-    def _take(self, base: _State) -> Session:
-        """A state's session itself, where it cannot be forked: back there all is read again."""
-        session, base.session = base.session, Session(self._model)
-        base.text, base.unread = None, []
-        return session
-
     def _wanted(
         self, base: _State, messages: list[dict[str, str]], spans: list[Span], rendered: str
     ) -> list[int]:
@@ -163,6 +157,13 @@ class Chat:
             if rest and tokenizer.is_control(rest[0]):
                 return base.session.tokens + base.unread + rest
         return encode_chat(tokenizer, self._template, messages)
+
+
+def _taken(model: Model, base: _State) -> Session:
+    """A state's session itself, where it cannot be forked: back there all is read again."""
+    session, base.session = base.session, Session(model)
+    base.text, base.unread = None, []
+    return session
 
 
 def given_template(config: LoadConfig) -> str | None:
