@@ -6,6 +6,7 @@ those of all other layers, and what a batch's layers share.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,9 @@ class CpuLatent:
     """Emits such layers' attention for a batch."""
 
     def __init__(self, batch: CpuAttention, backend: CpuBackend, step: Step) -> None:
-        self._batch, self._backend, self._step = batch, backend, step
+        # the batch holds this: a cycle would keep its pages' owners alive
+        self._batch: CpuAttention = weakref.proxy(batch)
+        self._backend, self._step = backend, step
         self._rows = [np.asarray(r.rows, np.int32) for r in step.rounds]
         self._maps: dict[int, LatentMaps] = {}
 
