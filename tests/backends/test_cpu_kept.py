@@ -101,11 +101,11 @@ def test_policies_of_prompts(make_cpu, policy, budget, formats, residual, group,
 
 def test_contexts_of_several_chunks(make_cpu):
     """More than 512 cells a head, and tables that grow while rows are decided."""
-    shapes, runs = runs_of(make_cpu, "h2o", "600", CODED, 0, 4, 32, 32, None)
-    text = text_of(700, shapes)
+    shapes, runs = runs_of(make_cpu, "h2o", "540", CODED, 0, 4, 32, 32, None)
+    text = text_of(610, shapes)
     sequence = [run.store.new_sequence() for run in runs][0]
-    same([run.write([(sequence, text.part(0, 660))]) for run in runs])
-    for i in range(660, 664):
+    same([run.write([(sequence, text.part(0, 600))]) for run in runs])
+    for i in range(600, 604):
         same([run.write([(sequence, text.part(i, i + 1))]) for run in runs])
     same_states(runs, sequence)
 
