@@ -184,6 +184,8 @@ class CpuBackend(Backend):
             self._attention = CpuAttention(self, own)
             logits = graph.forward(own)
             self._programs[key] = (self._program, logits, self._attention, own)
+            # what comes between batches, such as moves, must not run it
+            self._program, self.arena, self._attention = self._new_program(), Arena(), None
         program, logits, attention, own = self._programs[key]
         own.tokens[:], own.positions[:] = step.tokens, step.positions
         own.outputs[:], own.records[:] = step.outputs, step.records

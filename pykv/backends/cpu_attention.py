@@ -88,7 +88,7 @@ class CpuAttention:
     @staticmethod
     def capacity(step: Step) -> int:
         """Chunks to make room for: what the longest row needs, rounded up to a power of two."""
-        entries = 2 + int(step.records[:, :, 5].max()) // PAGE
+        entries = 2 + int(step.records[:, :, 5].max(initial=0)) // PAGE
         return 1 << (-(-entries * PAGE // CHUNK_TOKENS) - 1).bit_length()
 
     def _run_of_chunks(self, tasks: int) -> int:

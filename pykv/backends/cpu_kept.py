@@ -58,12 +58,14 @@ def attend_by_row(
                 if program is None or needed != chunks:
                     chunks = needed
                     program = attention.row_program(layer, row, queries, k, v, out, chunks)
+                    backend.new_program()  # moves run what is open first, which is not the row
                 program.run(_nothing)
                 policy.keeper.after(layer, number)
             if round_.moves and any(map(len, round_.moves[layer])):
                 encoding = backend.new_program()
                 attention.encode(layer, round_.moves[layer])
                 encoding.run(_nothing)
+                backend.new_program()
 
 
 def _nothing() -> None:

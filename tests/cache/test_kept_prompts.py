@@ -108,7 +108,7 @@ def test_selection_at_a_prompts_end(policy, budget, formats, residual, size):
     assert run.in_use() == 0
 
 
-@CASE
+@pytest.mark.parametrize(("policy", "budget", "formats", "residual"), CASES[1:3])
 def test_how_a_prompt_is_batched_leaves_no_trace(policy, budget, formats, residual):
     text, seen = text_of(330, seed=4), []
     for size in (150, 13):
