@@ -25,6 +25,7 @@ from pykv.backends.base import (
     Choice,
     Chosen,
     LayerShape,
+    Move,
     Rope,
     Step,
     WeightSource,
@@ -101,7 +102,7 @@ class CudaBackend(Backend):
     does not depend on the rows beside it.
     """
 
-    name, chooses = "cuda", True
+    name, chooses, keeps = "cuda", True, True
 
     def __init__(
         self,
@@ -176,6 +177,14 @@ class CudaBackend(Backend):
     def choose(self, graph: Any, step: Step, choice: Choice) -> Chosen:  # noqa: D102
         chosen: Chosen = self._run(graph, step, lambda logits: choose(logits[0], choice))
         return chosen
+
+    def move(self, step: Step, moves: Sequence[Move]) -> None:  # noqa: D102
+        with self._lock, told(self._device, RUNNING):
+            self._steps.move(step, moves)
+
+    def window_sums(self, step: Step, layer: int, queries: F32) -> F32:  # noqa: D102
+        with self._lock, told(self._device, RUNNING):
+            return self._steps.window_sums(step, layer, queries)
 
     def _run(self, graph: Any, step: Step, then: Callable[[torch.Tensor], Any]) -> Any:
         with self._lock, told(self._device, RUNNING):

@@ -6,6 +6,8 @@ chunk, make probabilities of them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -29,6 +31,11 @@ PARAMETERS = (
     "PRECISION", "TAIL_K", "K_BITS", "K_AXIS", "K_PARAMETERS", "k_level", "N_ROT", "NEOX",
     "K_OUTLIERS", "K_PLACES",
 )  # fmt: skip
+
+
+def parameters(fixed: dict[str, Any]) -> dict[str, Any]:
+    """Compile-time parameters of `column_sums`, of those of attention."""
+    return {name: fixed[name] for name in PARAMETERS}
 
 
 @device

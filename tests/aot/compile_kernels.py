@@ -32,8 +32,8 @@ POINTERS = {
     "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64", "flags": "*i64",
     "numbers": "*i64", "flag": "*i32", **dict.fromkeys(("w", "w0", "w1", "w2"), "*u8"),
     **dict.fromkeys(
-        ("q", "q_pages", "partial", "stats", "extra_k", "extra_v", "extra", "x", "out", "out_pages", "q_sinks",
-         "each", "decoded",
+        ("q", "q_pages", "partial", "stats", "extra_k", "extra_v", "extra", "x", "out", "out_pages",
+         "q_sinks", "each",
          "add", "table", "offset_cos", "offset_sin", "start_cos", "start_sin", "table0", "table1",
          "table2", "out0", "out1", "out2", "norm", "weight", "k", "v", "y", "cos", "sin",
          "mapped"), "*fp32",
