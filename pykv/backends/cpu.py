@@ -203,6 +203,7 @@ class CpuBackend(Backend):
             self._attention = CpuAttention(self, own)
             logits = graph.forward(own)
             self._programs[key] = (self._program, logits, self._attention, own)
+            self._program = self._new_program()  # which nothing that comes may run once more
         program, logits, attention, own = self._programs[key]
         own.tokens[:], own.positions[:] = step.tokens, step.positions
         own.outputs[:], own.records[:] = step.outputs, step.records

@@ -53,6 +53,7 @@ def attend_by_row(
             if program is None or needed != chunks:
                 chunks = needed
                 program = attention.row_program(layer, row, queries, k, v, out, chunks)
+                backend.new_program()  # moves would run this row's once more
             program.run(_nothing)
             policy.keeper.after(layer, number)
 
