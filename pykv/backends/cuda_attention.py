@@ -83,7 +83,6 @@ class CudaAttention:
         self.moves: Moves = []
         self.far_moves = torch.empty(0, 2, dtype=torch.int64, device=device)
         self._ropes: dict[tuple[int, str], tuple[Rope, Changing]] = {}
-        self.ropes: dict[int, Rope | None] = {}  # by layer
         self._turns: dict[int, tuple[Rope, tuple[torch.Tensor, ...]]] = {}
         # a text under a policy may be longer than the context
         self._chunks = max(chunks_for(step.n_ctx), chunks_of(step.records))
@@ -138,7 +137,6 @@ class CudaAttention:
         scale: float,
     ) -> torch.Tensor:  # fmt: skip
         """One layer's attention, [T, H * D]; q and k are turned where they lie."""
-        self.ropes[layer] = rope
         if cuda_kept.policy_of(self.step, layer) is not None:
             return cuda_kept.attend(self, layer, q, k, v, rope, scale)
         shape, formats = self.step.shapes[layer], self.step.formats[layer]

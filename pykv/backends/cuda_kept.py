@@ -107,11 +107,12 @@ def mirrored(step: Step, records: I64, device: torch.device) -> Mirror | None:
     policy = step.policy
     if policy is None or policy.keeper is not None or not policy.layers:
         return None
-    rows = [
-        (records[layer, row], step.shapes[layer].n_kv)
-        for layer in sorted(policy.layers)
-        for row in range(step.n_rows)
-    ]
+    rows = []
+    for layer in sorted(policy.layers):
+        for row in range(step.n_rows):
+            if step.records[layer, row, WORDS]:  # tables of others have copies on the device
+                records[layer, row] = step.records[layer, row]
+            rows.append((records[layer, row], step.shapes[layer].n_kv))
     return Mirror(device, rows)
 
 
@@ -229,15 +230,15 @@ class Rows:
         )  # fmt: skip
 
 
-def window_sums(batch: CudaAttention, layer: int, queries: F32, rope: Rope | None) -> F32:
-    """See Backend.window_sums; `rope`: the layer's, for keys that are turned when they are read."""
+def window_sums(batch: CudaAttention, layer: int, queries: F32) -> F32:
+    """See Backend.window_sums.  Keys that are turned when they are read have no such policy."""
     step, shape, device = batch.step, batch.step.shapes[layer], batch.device
     capacity = int(step.records[layer, 0, 2])
     total = torch.zeros(shape.n_head, capacity, PAGE, dtype=torch.float32, device=device)
     q = torch.from_numpy(np.ascontiguousarray(queries)).to(device)
     records = step.records[layer].copy()
     mirror = Mirror(device, [(record, shape.n_kv) for record in records], plain=True)
-    far, (fixed, turns) = torch.from_numpy(records).to(device), batch.turns(layer, rope)
+    far, (fixed, turns) = torch.from_numpy(records).to(device), batch.turns(layer, None)
     for first in range(0, len(q), ROWS_AT_ONCE):
         step.check_cancelled()
         own = slice(first, min(first + ROWS_AT_ONCE, len(q)))

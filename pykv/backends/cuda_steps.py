@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pykv.backends import cuda_kept
-from pykv.backends.base import F32, Move, Rope, Step
+from pykv.backends.base import F32, Move, Step
 from pykv.backends.cuda_attention import MOST_ROWS, CudaAttention, moves_of
 from pykv.backends.cuda_maps import LayerMaps
 from pykv.backends.cuda_memory import Changing, Tables
@@ -47,7 +47,6 @@ class Steps:
         self._encoders: dict[tuple[Any, ...], tuple[Callable[[], None], Changing, Any]] = {}
         self._met: set[tuple[Any, ...]] = set()  # steps and encoders that ran once
         self._side: torch.cuda.Stream | None = None  # that captures are made on
-        self._ropes: dict[int, Rope | None] = {}  # of layers, in batches under a policy
         self._pools: dict[str, Any] = {}  # where graphs of a kind compute, one after the other
 
     def forget(self) -> None:
@@ -58,7 +57,6 @@ class Steps:
         """Give back what batches left."""
         for held in (self._maps, self._captured, self._encoders, self._pools, self._met):
             held.clear()
-        self._ropes.clear()
         self._tables.forget()
 
     def run(self, graph: Any, step: Step, forward: Forward) -> tuple[torch.Tensor, CudaAttention]:
@@ -68,7 +66,6 @@ class Steps:
             batch.move(step.policy.moves)
             logits = self._read(step, batch, forward)
             batch.collect()
-            self._ropes |= batch.ropes
             return logits, batch
         if step.n_rows > MOST_ROWS or len(step.rounds) > 1:
             batch = self._batch(step)
@@ -81,8 +78,7 @@ class Steps:
 
     def window_sums(self, step: Step, layer: int, queries: F32) -> F32:
         """See Backend.window_sums."""
-        rope = self._ropes.get(layer)
-        return cuda_kept.window_sums(self._batch(step), layer, queries, rope)
+        return cuda_kept.window_sums(self._batch(step), layer, queries)
 
     def _batch(self, step: Step) -> CudaAttention:
         key = id(step.formats)

@@ -48,7 +48,7 @@ def whole(stats, place, first, last, real, TILE: tl.constexpr):
         most = tl.maximum(m, top)
         total = total * tl.exp2(m - most) + part * tl.exp2(top - most)
         m = most
-    return m, total
+    return m, tl.where(real, total, 1.0)
 
 
 @device
@@ -57,7 +57,7 @@ def put_shares(
 ):
     """Write what scores [TILE, 64] of entry e are of the softmax."""
     there, t = real[:, None] & seen[None, :], tl.arange(0, PAGE)
-    p = tl.where(there, tl.exp2(s - m[:, None]) / total[:, None], 0.0)
+    p = tl.where(there, tl.exp2(tl.where(there, s, MASKED) - m[:, None]) / total[:, None], 0.0)
     if EACH:
         at = each + (place * room + e)[:, None] * PAGE + t[None, :]
         tl.store(at, p, real[:, None] & (t >= 0)[None, :])

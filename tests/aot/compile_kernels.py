@@ -23,14 +23,21 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pykv.kernels import elementwise_triton, launch_triton, matvec_triton, write_triton
+from pykv.kernels import (
+    elementwise_triton,
+    launch_triton,
+    matvec_triton,
+    move_triton,
+    statistics_triton,
+    write_triton,
+)
 from pykv.kernels.attention_triton import attend_prompt, attend_rows, combine
 from pykv.kernels.encode_triton import encode_pages, gather_pages
 
 GROUP = 4
 POINTERS = {
     "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64", "flags": "*i64",
-    "numbers": "*i64", "flag": "*i32", **dict.fromkeys(("w", "w0", "w1", "w2"), "*u8"),
+    "numbers": "*i64", "places": "*i64", "flag": "*i32", **dict.fromkeys(("w", "w0", "w1", "w2"), "*u8"),
     **dict.fromkeys(
         ("q", "q_pages", "partial", "stats", "extra_k", "extra_v", "extra", "x", "out", "out_pages",
          "q_sinks", "each",
@@ -90,6 +97,22 @@ def attend(key: str, value: str, d: str, target: str) -> Any:
     return made(
         attend_rows, fixed | counts | chosen((key, value), False, fixed, target), target, True
     )
+
+
+def sums(key: str, value: str, d: str, target: str) -> Any:
+    """The column sums of attention for keys of a type, value being what `attend` takes."""
+    fixed, group = attention(key, value, d, target)
+    value = value.partition(",")[0]
+    tile = max(launch_triton.LEAST_DOT, launch_triton.upto(group))
+    counts = {"GROUP": group, "TILE": tile, "SINKS": True, "EACH": False}
+    options = chosen((key, value), False, fixed, target)
+    fixed = statistics_triton.parameters(fixed) | counts | options
+    return made(statistics_triton.column_sums, fixed, target, True)
+
+
+def decode(name: str, side: str, d: str, target: str) -> Any:
+    """Pages of a type as float32."""
+    return made(move_triton.decode_pages, move_triton.decoder(name, side, int(d)), target, False)
 
 
 def prompt(key: str, value: str, d: str, target: str) -> Any:
@@ -194,7 +217,8 @@ def made(
 
 
 KERNELS = {
-    "attend": attend, "prompt": prompt, "combine": combined, "encode": encode, "matvec": matvec,
+    "attend": attend, "prompt": prompt, "combine": combined, "encode": encode, "sums": sums,
+    "decode": decode, "matvec": matvec,
     "gated": gated, "panel": panel, "write": write, "norm": norm, "each": each,
 }  # fmt: skip
 
