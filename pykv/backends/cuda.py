@@ -178,6 +178,11 @@ class CudaBackend(Backend):
         chosen: Chosen = self._run(graph, step, lambda logits: choose(logits[0], choice))
         return chosen
 
+    def prepare_moves(  # noqa: D102
+        self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]
+    ) -> None:
+        self.plan[2:] = ["decoding: a launch for each kernel, as a policy decides after each token"]
+
     def move(self, step: Step, moves: Sequence[Move]) -> None:  # noqa: D102
         with self._lock, told(self._device, RUNNING):
             self._steps.move(step, moves)

@@ -53,10 +53,10 @@ def decode_pages(
             for first in range(0, OUTLIERS, AT_ONCE):
                 where, value, used = entries(slots, first, OUTLIERS, AT_ONCE)
                 if KEYS:
-                    c, token = where // PAGE, where % PAGE
+                    channel, token = where // PAGE, where % PAGE
                 else:
-                    c, token = where // (32 * PAGE) * 32 + where % 32, where // 32 % PAGE
-                tl.store(to + token * D + c, value, used & (c // BLOCK == b))
+                    channel, token = where // (32 * PAGE) * 32 + where % 32, where // 32 % PAGE
+                tl.store(to + token * D + channel, value, used & (channel // BLOCK == b))
 
 
 def decoder(name: str, side: str, d: int) -> dict[str, Any]:

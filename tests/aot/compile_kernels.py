@@ -37,7 +37,8 @@ from pykv.kernels.encode_triton import encode_pages, gather_pages
 GROUP = 4
 POINTERS = {
     "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64", "flags": "*i64",
-    "numbers": "*i64", "places": "*i64", "flag": "*i32", **dict.fromkeys(("w", "w0", "w1", "w2"), "*u8"),
+    "numbers": "*i64", "places": "*i64", "flag": "*i32",
+    **dict.fromkeys(("w", "w0", "w1", "w2"), "*u8"),
     **dict.fromkeys(
         ("q", "q_pages", "partial", "stats", "extra_k", "extra_v", "extra", "x", "out", "out_pages",
          "q_sinks", "each",
