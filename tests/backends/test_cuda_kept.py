@@ -150,7 +150,7 @@ class Conversation:
     ],
 )  # fmt: skip
 def test_a_model_keeps_what_it_keeps_on_the_cpu(config, sizes, make_cpu):
-    check_model(config, sizes, make_cpu)
+    check_model(config, sizes, make_cpu, 0.05)
 
 
 @pytest.mark.slow
@@ -166,16 +166,15 @@ def test_a_model_keeps_what_it_keeps_on_the_cpu(config, sizes, make_cpu):
     ],
 )  # fmt: skip
 def test_pages_are_encoded_and_keys_turned_when_they_are_read(config, sizes, make_cpu):
-    check_model(config, sizes, make_cpu)
+    check_model(config, sizes, make_cpu, 0.3)  # a code may be rounded to its neighbour
 
 
-def check_model(config, sizes, make_cpu):
-    """The same conversation on both."""
+def check_model(config, sizes, make_cpu, bound):
+    """The same conversation on both; tiles are multiplied in float16."""
     cpu = Conversation(make_cpu(1), config, *sizes)
     gpu = Conversation(cuda.create(device="cpu", deterministic=True), config, *sizes)
     assert gpu.kept == cpu.kept
     assert gpu.nbytes == cpu.nbytes
-    # tiles are multiplied in float16, by which outputs of a layer differ
-    np.testing.assert_allclose(gpu.logits, cpu.logits, rtol=0, atol=0.05)
+    np.testing.assert_allclose(gpu.logits, cpu.logits, rtol=0, atol=bound)
     if cpu.sums is not None:
         np.testing.assert_allclose(gpu.sums, cpu.sums, rtol=0, atol=4 * 2.0**-11 * 18)
