@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks import cache_kernel, cache_quality, cache_speed, process, speed
+from benchmarks import cache_kernel, cache_quality, cache_speed, policies, process, speed
 from benchmarks.report import Benchmark
 
 _KERNELS = ("tests/contract/test_every_kernel.py", "tests/contract/test_every_model.py")
 _MODELS = ("tests/models", "tests/backends")
 _CACHES = ("tests/contract/test_every_cache_format.py", "tests/formats", "tests/cache")
+_POLICIES = ("tests/policies", "tests/cache", "tests/backends/test_cpu.py")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ BENCHMARKS = {
         cache_quality.quality,
         (*_CACHES, *_MODELS, "tests/engine/test_perplexity.py", "tests/engine/test_divergence.py"),
     ),
+    "policy-decode": Entry(policies.policy_decode, _POLICIES),
+    "policy-prompt": Entry(policies.policy_prompt, _POLICIES),
+    "policy-stream": Entry(policies.policy_stream, _POLICIES),
     "start": Entry(process.start, ("tests/cli/test_generate.py",)),
     "compile": Entry(process.compile, ("tests/cli/test_generate.py",)),
     "memory": Entry(process.memory, ("tests/cache",)),

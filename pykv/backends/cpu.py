@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pykv.backends import cpu_kept, plan
+from pykv.backends import cpu_heads, cpu_kept, plan
 from pykv.backends.base import (
     F32,
     Array,
@@ -27,7 +27,8 @@ from pykv.backends.base import (
     Step,
     WeightSource,
 )
-from pykv.backends.cpu_attention import CpuAttention
+from pykv.backends.cpu_attention import CpuAttention, maps_of
+from pykv.backends.cpu_weights import Weight, byte_products, matvec
 from pykv.backends.crew import Crew
 from pykv.backends.kernels import Kernels
 from pykv.backends.products import Products
@@ -36,42 +37,10 @@ from pykv.backends.threads import BlasThreads, default_threads
 from pykv.errors import NumericsError
 
 BLAS_ROWS = 8  # from this many rows on, decoding a panel and calling the BLAS is faster
-GROUP_INPUTS, GROUP_BYTES = 128, 640  # of the input rows for byte products, vnni_numba.py
-# weight bytes of one task of a matrix-vector product: an eighth, within these
-LEAST_TASK_BYTES, MOST_TASK_BYTES = 24 << 10, 512 << 10
 
 
 # layer, q [T, H, D], k [T, G, D], v, before RoPE; the rotary embedding, and the scores' factor
 Listener = Callable[[int, F32, F32, F32, Rope | None, float], None]
-
-
-class Weight:
-    """A matrix [n_out, n_in] where it lies in the file, and how to read it."""
-
-    def __init__(self, tensor: WeightSource) -> None:
-        module = plan.cpu_weight_module(tensor)
-        self.n_out, self.n_in = tensor.shape if len(tensor.shape) == 2 else (1, tensor.shape[0])
-        self.type = tensor.type if module is not None else "f32"
-        self.data = tensor.data
-        if module is None:
-            values = plan.decode(tensor).reshape(self.n_out, self.n_in)
-            padded = np.zeros((self.n_out, (self.n_in + 31) // 32 * 32), np.float32)
-            padded[:, : self.n_in] = values
-            self.data = padded.view(np.uint8)
-        self.data = self.data.reshape(self.n_out, -1)
-        self.row_bytes = self.data.shape[1]
-        self.address = int(self.data.ctypes.data)
-        self.width = (self.n_in + 31) // 32 * 32
-        share = min(max(self.data.nbytes // 8, LEAST_TASK_BYTES), MOST_TASK_BYTES)
-        self.rows_per_task = max(4, share // self.row_bytes // 4 * 4)
-
-
-def _group(x: Buffer, add: Array | None) -> object:
-    """Products of the same rows, as q's, k's and v's, may run at the same time.
-
-    What a product adds may lie where a later one writes, so such a one stays alone.
-    """
-    return x.memory if add is None else None
 
 
 class CpuBackend(Backend):
@@ -102,6 +71,7 @@ class CpuBackend(Backend):
         self._products = Products(self.kernels, self._crew)
         self._lock = threading.Lock()
         self._weights: list[Weight] = []
+        self._head_types: set[str] = set()
         self._programs: dict[tuple[Any, ...], tuple[Program, Buffer, CpuAttention, Step]] = {}
         self._program = self._new_program()
         self._attention: CpuAttention | None = None
@@ -114,6 +84,11 @@ class CpuBackend(Backend):
         self._weights.append(weight)
         return weight
 
+    def load_heads(self, tensor: WeightSource) -> cpu_heads.HeadWeights:  # noqa: D102
+        weight = cpu_heads.HeadWeights(tensor)
+        self._head_types.add(weight.type)
+        return weight
+
     def load_vector(self, tensor: WeightSource) -> F32:  # noqa: D102
         values = plan.decode(tensor).reshape(-1)
         padded = np.zeros(len(values) + 16, np.float32)
@@ -123,12 +98,19 @@ class CpuBackend(Backend):
     def prepare(self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]) -> None:  # noqa: D102
         types = sorted({w.type for w in self._weights})
         self.kernels.load_weights(types)
+        self.kernels.load_heads(sorted(self._head_types))
         self.kernels.load_cache(shapes, formats)
         self.plan = [
             f"cpu backend: {self.threads} threads",
             f"weights: {', '.join(types)}",
             *self.kernels.cache_plan,
         ]
+
+    def prepare_moves(  # noqa: D102
+        self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]
+    ) -> None:
+        self.kernels.load(["column_sums", "keep_query"])
+        self.kernels.load(name for layer in formats for name in cpu_kept.kernel_names(layer))
 
     def facts(self) -> dict[str, Any]:  # noqa: D102
         return {
@@ -166,8 +148,7 @@ class CpuBackend(Backend):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """A block that runs programs of its own: what was noted down before runs first."""
-        self._flush()
+        """A block that runs programs of its own, apart from the one that verbs add to."""
         before = self._program
         try:
             yield
@@ -179,7 +160,7 @@ class CpuBackend(Backend):
             self._move(step, moves)
 
     def _move(self, step: Step, moves: Sequence[Move]) -> None:
-        cpu_kept.move(self, CpuAttention(self, step).maps, step, moves)
+        cpu_kept.move(self, maps_of(step), step, moves)
 
     def window_sums(self, step: Step, layer: int, queries: F32) -> F32:  # noqa: D102
         with self._lock:
@@ -203,7 +184,8 @@ class CpuBackend(Backend):
             self._attention = CpuAttention(self, own)
             logits = graph.forward(own)
             self._programs[key] = (self._program, logits, self._attention, own)
-            self._program = self._new_program()  # which nothing that comes may run once more
+            # what comes between batches, such as moves, must not run it
+            self._program, self.arena, self._attention = self._new_program(), Arena(), None
         program, logits, attention, own = self._programs[key]
         own.tokens[:], own.positions[:] = step.tokens, step.positions
         own.outputs[:], own.records[:] = step.outputs, step.records
@@ -220,7 +202,7 @@ class CpuBackend(Backend):
         try:
             with self._blas.one():
                 logits = graph.forward(step)
-                self._flush()
+                self.flush()
             self._attention.check()
             return np.array(logits.array)
         finally:
@@ -228,7 +210,8 @@ class CpuBackend(Backend):
             self._attention = None
             self._products.release()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Run what verbs have noted down."""
         if len(self._program):
             self._program.run(self._check)
             self._program = self._new_program()
@@ -299,56 +282,35 @@ class CpuBackend(Backend):
         out, x = self.buffer(n, weight.n_out), self._resize(x, weight.width)
         inputs = self.kernels.vnni_inputs(weight.type)
         if inputs is not None:
-            self._byte_products(x, weight, add, out, inputs)
+            byte_products(self, x, weight, add, out, inputs)
             return out
         done = 0
         while done < n:
             rows = 4 if n - done >= 4 else 1
-            self._matvec(x, weight, add, out, done, rows)
+            matvec(self, x, weight, add, out, done, rows)
             done += rows
         return out
 
-    def _byte_products(
-        self, x: Buffer, weight: Weight, add: Array | None, out: Buffer, inputs: str
-    ) -> None:
-        n, groups = x.shape[0], -(-weight.width // GROUP_INPUTS)
-        if inputs not in x.memory.derived:
-            x.memory.derived[inputs] = self.arena.take(n * groups * GROUP_BYTES)
-            self.emit(
-                inputs, n, x, weight.width * 4, weight.width // 32,
-                x.memory.derived[inputs].address, groups * GROUP_BYTES,
-            )  # fmt: skip
-        per_task = weight.rows_per_task
-        self.emit(
-            f"vnni_{weight.type}", -(-weight.n_out // per_task), weight.address, weight.row_bytes,
-            groups, x.memory.derived[inputs].address, groups * GROUP_BYTES, n, out,
-            weight.n_out * 4, weight.n_out, per_task, 0 if add is None else add,
-            weight.width // self.kernels.block_len(weight.type),
-            cost=weight.row_bytes * weight.n_out, group=_group(x, add),
-        )  # fmt: skip
-
-    def _matvec(
-        self, x: Buffer, weight: Weight, add: Array | None, out: Buffer, first: int, rows: int
-    ) -> None:
-        per_task = weight.rows_per_task
-        at = first * weight.n_out * 4
-        self.emit(
-            f"matvec_{weight.type}_r{rows}", -(-weight.n_out // per_task),
-            weight.address, weight.row_bytes, weight.width // self.kernels.block_len(weight.type),
-            x.address + first * weight.width * 4, weight.width * 4,
-            out.address + at, weight.n_out * 4, weight.n_out, per_task,
-            0 if add is None else add.address + at, cost=weight.row_bytes * weight.n_out,
-            group=_group(x, add),
-        )  # fmt: skip
-
     def _linear_blas(self, x: Buffer, weight: Weight, add: Array | None) -> Buffer:
         out = self.buffer(x.shape[0], weight.n_out)
-        self._flush()
+        self.flush()
         result = out.array
         self._products.multiply(x.array, weight, result, self._check)
         if add is not None:
             result += add.array
         return out
+
+    def heads_linear(self, x: Array, weight: cpu_heads.HeadWeights) -> Array:  # noqa: D102
+        if x.shape[0] < BLAS_ROWS or self.deterministic:
+            return cpu_heads.emit(self, x, weight)
+        self.flush()
+        return cpu_heads.multiply(self, self._products, x, weight, self._check)
+
+    def columns(self, x: Array, first: int, stop: int) -> Array:  # noqa: D102
+        return cpu_heads.columns(self, x, first, stop)
+
+    def concat(self, x: Array, y: Array) -> Array:  # noqa: D102
+        return cpu_heads.concat(self, x, y)
 
     def rms_norm(self, x: Array, weight: F32, eps: float) -> Array:  # noqa: D102
         out, n = self.buffer(*x.shape), x.shape[-1]
@@ -363,8 +325,10 @@ class CpuBackend(Backend):
         if self._attention is None:
             raise NumericsError("attention was called outside a batch")
         if self.listener is not None:
-            self._flush()
-            self.listener(layer, q.array.copy(), k.array.copy(), v.array.copy(), rope, scale)
+            self.flush()
+            shape, keys = step.shapes[layer], k.array.copy()
+            values = keys[..., : shape.d_v].copy() if shape.shared else v.array.copy()
+            self.listener(layer, q.array.copy(), keys, values, rope, scale)
         return self._attention.emit(layer, q, k, v, rope, scale)
 
     def _gated(self, kernel: str, gate: Array, up: Array) -> Array:

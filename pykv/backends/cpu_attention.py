@@ -14,6 +14,7 @@ import numpy as np
 
 from pykv.backends import cpu_kept
 from pykv.backends.base import F32, I64, PAGE, Rope, Step
+from pykv.backends.cpu_latent import CpuLatent
 from pykv.backends.kernels import cache_key, stem, tiles
 from pykv.backends.page_maps import PageMaps, Turns
 from pykv.backends.program import Arena, Buffer, Memory, Program
@@ -51,6 +52,16 @@ class Queries:
     turns: Any  # position_numba.py's numbers, or 0
 
 
+def maps_of(step: Step) -> dict[int, PageMaps]:
+    """What the pages of each layer with keys and values need beside their bytes."""
+    numbers = step.numbers or ((),) * len(step.shapes)
+    return {
+        i: PageMaps(*layer)
+        for i, layer in enumerate(zip(step.shapes, step.formats, numbers, strict=True))
+        if not layer[0].shared
+    }
+
+
 def _share(values: int) -> int:
     """Tasks of so many values that a thread takes at a time."""
     return max(1, LEAST_SHARE // values)
@@ -68,20 +79,16 @@ class CpuAttention:
         self._launches: list[_RowLaunch] = []
         self._scratch: dict[int, Memory] = {}
         self._partial: dict[tuple[int, int], tuple[Memory, Memory]] = {}
-        self.maps = [
-            PageMaps(*layer)
-            for layer in zip(
-                step.shapes, step.formats, step.numbers or ((),) * len(step.shapes), strict=True
-            )
-        ]
+        self.maps = maps_of(step)
         self._turns: dict[int, Turns] = {}
         self._rows = [np.asarray(r.rows, np.int32) for r in step.rounds]
         self._arena: Arena = backend.arena
+        self._latent = CpuLatent(self, backend, step)
 
     @staticmethod
     def capacity(step: Step) -> int:
         """Chunks to make room for: what the longest row needs, rounded up to a power of two."""
-        entries = 2 + int(step.records[:, :, 5].max()) // PAGE
+        entries = 2 + int(step.records[:, :, 5].max(initial=0)) // PAGE
         return 1 << (-(-entries * PAGE // CHUNK_TOKENS) - 1).bit_length()
 
     def _run_of_chunks(self, tasks: int) -> int:
@@ -144,6 +151,8 @@ class CpuAttention:
         else:
             self._turn(q, rope, scale)
             self._turn(k, rope, 1.0)
+        if shape.shared:
+            return self._latent.emit(layer, q, k)
         out = self._backend.buffer(q.shape[0], shape.n_head * shape.d_v)
         queries = Queries(q, q_sinks, self.key_query(layer, q), turns)
         if self.step.policy is not None and self.step.policy.queries and shape.window == 0:
@@ -162,7 +171,7 @@ class CpuAttention:
                 for segment in round_.segments:
                     self._attend_prompt(layer, segment.first, segment.count, queries, out)
             if round_.moves:
-                self._encode(layer, round_.moves[layer])
+                self.encode(layer, round_.moves[layer])
         return out
 
     def write(self, layer: int, rows: Any, k: Buffer, v: Buffer) -> None:
@@ -194,8 +203,8 @@ class CpuAttention:
         _, cos, sin = self._ropes[id(rope), kind]
         other, step = (rope.n_rot // 2, 1) if rope.neox else (1, 2)
         self._backend.emit(
-            "rope", rows, x, heads, d, rope.n_rot, other, step, cos, sin, float(scale)
-        )
+            "rope", rows, x, heads, d, rope.n_rot, other, step, cos, sin, float(scale), rope.first,
+        )  # fmt: skip
 
     def _turns_for(self, rope: Rope | None) -> I64:
         if id(rope) not in self._turns:
@@ -216,6 +225,32 @@ class CpuAttention:
             heads * maps.d_k * 4, maps.distance_k, heads // maps.n_kv,
         )  # fmt: skip
         return out
+
+    # what cpu_latent.py shares
+
+    def flags_of(self, layer: int) -> I64:
+        """Where write kernels note what they found."""
+        flags: I64 = self._flags[layer]
+        return flags
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that the longest row needs."""
+        return self._chunks
+
+    def launched(
+        self, lines: list[tuple[int, I64, int]], combine: tuple[int, I64, int, int]
+    ) -> None:
+        """Take note of lines whose size follows the context; see `_RowLaunch`."""
+        self._launches.append(_RowLaunch(lines, combine))
+
+    def partial_for(self, places: int, width: int) -> tuple[int, int]:
+        """Addresses for so many partial sums of that width, and for their softmax states."""
+        if (places, width) not in self._partial:
+            memory = self._arena.take(places * width * 4), self._arena.take(places * 8)
+            self._partial[places, width] = memory
+        partial, stats = self._partial[places, width]
+        return partial.address, stats.address
 
     def scratch_for(self, n_bytes: int) -> Memory:
         """Scratch of n_bytes for every worker, kept while the batch runs."""
@@ -239,10 +274,7 @@ class CpuAttention:
         if maps.matrix_v is not None:
             width += (maps.d_v + 31) // 32 * 32
         places = min(len(rows), ROWS_AT_ONCE) * shape.n_head * room
-        if (places, width) not in self._partial:
-            memory = self._arena.take(places * width * 4), self._arena.take(places * 8)
-            self._partial[places, width] = memory
-        partial, stats = (m.address for m in self._partial[places, width])
+        partial, stats = self.partial_for(places, width)
         lines, sums = [], []
         for heads, first, count in tiles(group):
             scratch = heads * CHUNK_TOKENS * 4
@@ -331,7 +363,8 @@ class CpuAttention:
                 queries.turns, maps.distance_back_v, cost=int(rows * flops / 32),
             )  # fmt: skip
 
-    def _encode(self, layer: int, moves: tuple[I64, I64]) -> None:
+    def encode(self, layer: int, moves: tuple[I64, I64]) -> None:
+        """Lines that encode tail pages of a layer, keys and values."""
         shape, maps = self.step.shapes[layer], self.maps[layer]
         names = self.step.formats[layer]
         sides = (

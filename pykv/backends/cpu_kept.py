@@ -7,12 +7,12 @@ of all rows have been computed before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pykv.backends.base import F32, PAGE, Move, Step
+from pykv.backends.base import F32, PAGE, CacheFormats, Move, Step
 from pykv.backends.kernels import stem
 from pykv.backends.page_maps import PageMaps
 
@@ -37,32 +37,44 @@ def attend_by_row(
     backend: CpuBackend, attention: CpuAttention, layer: int, queries: Queries, k: Buffer,
     v: Buffer, out: Buffer,
 ) -> None:  # fmt: skip
-    """One layer's attention, a row after the other, the policy deciding in between."""
+    """One layer's attention, a row after the other, the policy deciding in between.
+
+    Rows of sequences that keep every token yet may be among them.
+    """
     policy = attention.step.policy
     if policy is None or policy.keeper is None:
         return
     row, program, chunks = np.zeros(1, np.int32), None, 0
+    backend.flush()
     with backend.apart():
-        for number in range(queries.own.shape[0]):
-            attention.step.check_cancelled()
-            moves = policy.keeper.before(layer, number)
-            if moves:
-                move(backend, attention.maps, attention.step, moves)
-            row[0] = number
-            needed = attention.chunks_of(layer, number)
-            if program is None or needed != chunks:
-                chunks = needed
-                program = attention.row_program(layer, row, queries, k, v, out, chunks)
-                backend.new_program()  # moves would run this row's once more
-            program.run(_nothing)
-            policy.keeper.after(layer, number)
+        for round_ in attention.step.rounds:
+            for number in round_.rows.tolist():
+                attention.step.check_cancelled()
+                moves = policy.keeper.before(layer, number)
+                if moves:
+                    move(backend, attention.maps, attention.step, moves)
+                row[0] = number
+                needed = attention.chunks_of(layer, number)
+                if program is None or needed != chunks:
+                    chunks = needed
+                    program = attention.row_program(layer, row, queries, k, v, out, chunks)
+                    backend.new_program()  # moves run what is open first, which is not the row
+                program.run(_nothing)
+                policy.keeper.after(layer, number)
+            if round_.moves and any(map(len, round_.moves[layer])):
+                encoding = backend.new_program()
+                attention.encode(layer, round_.moves[layer])
+                encoding.run(_nothing)
+                backend.new_program()
 
 
 def _nothing() -> None:
     """A row takes microseconds; the batch asks between rows."""
 
 
-def move(backend: CpuBackend, maps: Sequence[PageMaps], step: Step, moves: Sequence[Move]) -> None:
+def move(
+    backend: CpuBackend, maps: Mapping[int, PageMaps], step: Step, moves: Sequence[Move]
+) -> None:
     """Make pages of tokens of other pages, at once."""
     with backend.apart():
         program = backend.new_program()
@@ -94,6 +106,17 @@ def _emit(backend: CpuBackend, maps: PageMaps, step: Step, work: Move) -> None:
 def kernel_name(side: int, kind: str, page: str, tail: str) -> str:
     """The name of the kernel that makes such pages."""
     return f"gather_{'kv'[side]}_{kind}_{tail}" + ("" if kind == "tail" else f"_{page}")
+
+
+def kernel_names(formats: CacheFormats) -> Iterator[str]:
+    """The kernels that make pages for a layer."""
+    sides = (
+        (formats.page_k, formats.tail_k, formats.exact_k),
+        (formats.page_v, formats.tail_v, formats.exact_v),
+    )
+    for side, (page, tail, exact) in enumerate(sides):
+        for kind in ("tail",) if exact else ("tail", "seal", "page"):
+            yield kernel_name(side, kind, stem(page), tail)
 
 
 def window_sums(backend: CpuBackend, attention: CpuAttention, layer: int, queries: F32) -> F32:

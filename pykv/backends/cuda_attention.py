@@ -171,6 +171,12 @@ class CudaAttention:
         for first in range(0, len(rows), MOST_ROWS):
             yield rows[first : first + MOST_ROWS]
 
+    def record(self, layer: int, row: int) -> I64:
+        """A row's record; its tables lie in the process's memory where a policy has kept them."""
+        own: I64 = self.step.records[layer, row]
+        known = own if own[cuda_kept.WORDS] else self.changing.host["records"][layer, row]
+        return known.copy()
+
     def encode_round(self, number: int, layer: int) -> None:
         """Encode the pages of a layer that are full after a round, if they are to be now."""
         if self.moves and self.moves[number]:

@@ -202,21 +202,25 @@ class Rows:
             batch.encode_round(number, layer)
 
     def one_by_one(self, keeper: Keeper) -> None:
-        """A row after the other, the policy deciding in between."""
+        """A row after the other, the policy deciding in between.
+
+        Rows of sequences that keep every token yet may be among them.
+        """
         batch, layer = self.batch, self.layer
         n_kv, device = batch.step.shapes[layer].n_kv, batch.device
         first = torch.zeros(1, dtype=torch.int32, device=device)
-        for row in range(len(self.q)):
-            batch.step.check_cancelled()
-            batch.move(keeper.before(layer, row))
-            record = batch.step.records[layer, row].copy()
-            mirror = Mirror(device, [(record, n_kv)])
-            far = torch.from_numpy(record[None]).to(device)
-            own = slice(row, row + 1)
-            self._write(far, first, own)
-            self._attend(first, far, own)
-            mirror.collect()
-            keeper.after(layer, row)
+        for number, round_ in enumerate(batch.step.rounds):
+            for row in round_.rows.tolist():
+                batch.step.check_cancelled()
+                batch.move(keeper.before(layer, row))
+                record = batch.record(layer, row)
+                mirror = Mirror(device, [(record, n_kv)])
+                far, own = torch.from_numpy(record[None]).to(device), slice(row, row + 1)
+                self._write(far, first, own)
+                self._attend(first, far, own)
+                mirror.collect()
+                keeper.after(layer, row)
+            batch.encode_round(number, layer)
 
     def _write(self, records: torch.Tensor, rows: torch.Tensor, own: slice) -> None:
         self.batch.write(self.layer, records, rows, self.k[own], self.v[own])

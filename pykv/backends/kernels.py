@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pykv.backends import plan
+from pykv.backends import plan, transforms
 from pykv.backends.base import I64, CacheFormats, LayerShape
 from pykv.backends.crew import Driver
 from pykv.backends.threads import give_way_address
@@ -42,6 +42,22 @@ def cache_key(formats: CacheFormats) -> str:
 def stem(name: str) -> str:
     """A cache type's name without its options, which are no matter of its kernels."""
     return name.partition(":")[0]
+
+
+def latent_key(formats: CacheFormats) -> str:
+    """The same where only keys are kept."""
+    return f"{stem(formats.page_k)}_{formats.tail_k}"
+
+
+def latent_block(formats: CacheFormats, shape: LayerShape) -> int:
+    """The width of the equal blocks that such a layer's transform consists of; 0: it has none."""
+    block = transforms.hadamard_block(shape.d_v) if formats.transform_k == "hadamard" else 0
+    return block if block < shape.d_v else 0
+
+
+def mapped_by(name: str, block: int) -> str:
+    """The name of a kernel that maps rows, by a whole matrix or by equal blocks."""
+    return f"{name}_by{block}" if block else name
 
 
 class Kernels:
@@ -81,6 +97,11 @@ class Kernels:
         address: int = self._kernels[name].address
         return address
 
+    def load(self, names: Iterable[str]) -> None:
+        """Compile or load kernels now."""
+        for name in names:
+            _ = self[name]
+
     @contextmanager
     def _listening(self) -> Iterator[None]:
         compiled, before = self._jit.compiled, self._jit.compiled.listener
@@ -109,12 +130,15 @@ class Kernels:
             self._kernels[name] = self._jit.kernel(template, name, **names)
 
     def _load_by_name(self, name: str) -> None:
-        from pykv.kernels import elementwise_numba, matvec_numba, statistics_numba
+        from pykv.kernels import elementwise_numba, heads_numba, matvec_numba, statistics_numba
 
         if name in ELEMENTWISE:
             self._add(name, getattr(elementwise_numba, name))
             return
         kind, _, rest = name.partition("_")
+        if name == "copy_columns":
+            self._add(name, heads_numba.copy_columns)
+            return
         if name in ("column_sums", "keep_query"):
             self._add(name, getattr(statistics_numba, name))
             return
@@ -133,7 +157,7 @@ class Kernels:
         }
         if kind == "matvec":
             names["ROWS"] = int(rest.rpartition("_r")[2])
-        self._add(name, getattr(matvec_numba, kind), **names)
+        self._add(name, getattr(heads_numba if kind == "heads" else matvec_numba, kind), **names)
 
     def _load_gather(self, name: str, side: str, kind: str, types: str) -> None:
         from pykv.kernels import statistics_numba, turn_numba
@@ -201,11 +225,19 @@ class Kernels:
         for name in ELEMENTWISE:
             _ = self[name]
 
+    def load_heads(self, types: Sequence[str]) -> None:
+        """Compile what products by head need of these weight types."""
+        for name in ("copy_columns", *(f"heads_{t}" for t in types)) if types else ():
+            _ = self[name]
+
     def load_cache(self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]) -> None:
         """Compile what the attention of these layers needs."""
         with self._listening():
             for shape, names in dict.fromkeys(zip(shapes, formats, strict=True)):
-                self._load_attention(shape, names)
+                if shape.shared:
+                    self._load_latent(shape, names)
+                else:
+                    self._load_attention(shape, names)
 
     def _load_attention(self, shape: LayerShape, formats: CacheFormats) -> None:
         from pykv.kernels import attention_numba, cache_numba, prompt_numba
@@ -241,6 +273,35 @@ class Kernels:
         )  # fmt: skip
         self._load_encoders(formats, modules)
         line = f"attention: attend_{key}, prompt_{key}"
+        if line not in self.cache_plan:
+            self.cache_plan.append(line)
+
+    def _load_latent(self, shape: LayerShape, formats: CacheFormats) -> None:
+        from pykv.kernels import attention_numba, latent_numba, turn_numba
+
+        modules, key = plan.cpu_cache_modules(formats), latent_key(formats)
+        page, tail = modules[formats.page_k], modules[formats.tail_k]
+        walk = self._bound(
+            latent_numba.walk_entries, f"walk_latent_{key}",
+            read_keys_page=page.read_keys, read_keys_tail=tail.read_keys,
+        )  # fmt: skip
+        self._add(f"latent_{key}", latent_numba.attend, walk=walk)
+        block, product = latent_block(formats, shape), turn_numba.times_matrix
+        if block:
+            product = self._bound(latent_numba._times_blocks, f"times_blocks{block}", BLOCK=block)
+        self._add(mapped_by("combine", block), attention_numba.combine, times_matrix=product)
+        self._add(
+            f"latent_write_{formats.tail_k}", latent_numba.write,
+            write_key=tail.write_key, LIMIT_K=tail.LIMIT,
+        )  # fmt: skip
+        if not formats.exact_k:
+            self._add(
+                f"latent_encode_{formats.tail_k}_{stem(formats.page_k)}", latent_numba.encode_page,
+                read_tail=tail.read_keys, encode=page.encode_keys,
+            )  # fmt: skip
+        if formats.transform_k != "none":
+            self._add(mapped_by("latent_turn", block), latent_numba.turn, times_matrix=product)
+        line = f"attention: latent_{key}"
         if line not in self.cache_plan:
             self.cache_plan.append(line)
 

@@ -29,15 +29,15 @@ class PageMaps:
         self.n_kv = shape.n_kv
         self.d_k = transforms.width(formats.transform_k, shape.d_k)
         self.d_v = transforms.width(formats.transform_v, shape.d_v)
-        self.matrix_k, _ = _matrices(formats.transform_k, shape.d_k, keys)
-        self.matrix_v, self.back_v = _matrices(formats.transform_v, shape.d_v, values)
+        self.matrix_k, _ = matrices(formats.transform_k, shape.d_k, keys)
+        self.matrix_v, self.back_v = matrices(formats.transform_v, shape.d_v, values)
         self.distance_k, self.distance_v = _distance(self.matrix_k), _distance(self.matrix_v)
         self.distance_back_v = _distance(self.back_v)
         self.extra_k = _extra(formats.page_k, shape.n_kv, self.d_k, keys)
         self.extra_v = _extra(formats.page_v, shape.n_kv, self.d_v, values)
 
 
-def _matrices(
+def matrices(
     transform: str, d: int, numbers: Sequence[HeadNumbers]
 ) -> tuple[F32 | None, F32 | None]:
     """The maps f32 [KV heads or 1, D, R] and those back, rows filled up to 16 columns."""

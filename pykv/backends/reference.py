@@ -2,64 +2,47 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from pykv.backends import transforms
+from pykv.backends import latent
+from pykv.backends import reference_kept as kept
 from pykv.backends.base import (
     F32,
     I64,
     PAGE,
-    U8,
     Array,
     Backend,
     CacheFormats,
     LayerShape,
+    Move,
     Rope,
     Segment,
     Step,
     WeightSource,
 )
 from pykv.backends.plan import decode
+from pykv.backends.reference_pages import (
+    finder,
+    map_of,
+    numbers_of,
+    page_at,
+    read_page,
+    table_at,
+    write_page,
+)
 from pykv.errors import NumericsError
 from pykv.formats.base import Side
 from pykv.formats.coded import find as cache_format
-
-
-def _numbers(step: Step, layer: int, side: int, head: int) -> dict[str, Any]:
-    """A head's numbers out of a calibration file, as an encoder and a decoder take them."""
-    formats = step.formats[layer]
-    wanted = cache_format((formats.page_k, formats.page_v)[side]).calibration != "none"
-    return {"numbers": step.numbers[layer][side][head]} if wanted and step.numbers else {}
-
-
-def page_at(address: int, n_bytes: int) -> U8:
-    """The bytes of a page, writable."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(address))
-
-
-def table_at(address: int, n_kv: int, capacity: int) -> I64:
-    """A page table, int64 [KV heads, capacity]."""
-    entries = (ctypes.c_int64 * (n_kv * capacity)).from_address(address)
-    return np.ctypeslib.as_array(entries).reshape(n_kv, capacity)
-
-
-def _map(step: Step, layer: int, side: int, head: int) -> F32 | None:
-    """The transform of a head's keys or values, [D, R]."""
-    shape, names = step.shapes[layer], step.formats[layer]
-    transform = (names.transform_k, names.transform_v)[side]
-    numbers = step.numbers[layer][side] if step.numbers else ()
-    maps = transforms.matrices(transform, (shape.d_k, shape.d_v)[side], numbers)
-    return None if maps is None else maps[head % len(maps)]
 
 
 class ReferenceBackend(Backend):
     """Every verb runs at once, on float32 arrays."""
 
     name = "reference"
+    keeps = True
 
     def __init__(self) -> None:
         self.plan = ["reference backend: plain NumPy, float32"]
@@ -74,8 +57,27 @@ class ReferenceBackend(Backend):
         self.plan.append(f"cache formats: {', '.join(sorted({str(f) for f in formats}))}")
 
     def run(self, graph: Any, step: Step) -> F32:  # noqa: D102
+        if step.policy is not None:
+            self.move(step, step.policy.moves)
         logits: F32 = graph.forward(step)
         return logits
+
+    def prepare_moves(  # noqa: D102
+        self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]
+    ) -> None:
+        pass
+
+    def move(self, step: Step, moves: Sequence[Move]) -> None:  # noqa: D102
+        for move in moves:
+            kept.make_pages(step, move)
+
+    def window_sums(self, step: Step, layer: int, queries: F32) -> F32:  # noqa: D102
+        rows = range(len(queries))
+        shares = [
+            kept.attend(step, layer, i, queries[i], queries[i], None, self._turn)[1] for i in rows
+        ]
+        total: F32 = np.sum(shares, axis=0)
+        return total
 
     def array(self, x: F32) -> F32:  # noqa: D102
         return np.array(x, np.float32)
@@ -87,6 +89,18 @@ class ReferenceBackend(Backend):
         with np.errstate(invalid="ignore"):  # as in _attend
             y: F32 = x @ weight.T
         return y if add is None else y + add
+
+    load_heads = load
+
+    def heads_linear(self, x: F32, weight: F32) -> F32:  # noqa: D102
+        with np.errstate(invalid="ignore"):  # as in _attend
+            return np.ascontiguousarray(np.einsum("thi,hoi->tho", x, weight, optimize=True))
+
+    def columns(self, x: F32, first: int, stop: int) -> F32:  # noqa: D102
+        return np.ascontiguousarray(x[..., first:stop])
+
+    def concat(self, x: F32, y: F32) -> F32:  # noqa: D102
+        return np.concatenate([x, y], axis=-1)
 
     def rms_norm(self, x: F32, weight: F32, eps: float) -> F32:  # noqa: D102
         mean = np.mean(x * x, axis=-1, keepdims=True)
@@ -125,66 +139,87 @@ class ReferenceBackend(Backend):
     ) -> F32:
         step.check_cancelled()
         at_read = step.formats[layer].position == "read"
+        policy = step.policy if step.policy and layer in step.policy.layers else None
+        positions = step.positions
+        places = sink_places = positions
+        if policy is not None and policy.sink_places is not None:
+            sink_places = policy.sink_places
+        if policy is not None and policy.places is not None and at_read:
+            places = policy.places
+        q_sinks, factor = q, np.float32(scale)
         if rope is not None:
-            q = self._turn(q, step.positions, rope)
-            k = k if at_read else self._turn(k, step.positions, rope)
+            q_sinks, q = self._turn(q, sink_places, rope), self._turn(q, places, rope)
+            k = k if at_read else self._turn(k, positions, rope)
         self._rope = rope if at_read else None
-        out = np.empty((*q.shape[:2], v.shape[-1]), np.float32)
+        q, q_sinks = q * factor, q_sinks * factor
+        kept.keep_queries(step, layer, q)
+        shape = step.shapes[layer]
+        sides = [k] if shape.shared else [k, v]
+        out = np.empty((*q.shape[:2], shape.d_v), np.float32)
         for round_ in step.rounds:
             for segment in round_.segments:
-                self._write(step, layer, segment, k, v)
-                self._attend(step, layer, segment, q * np.float32(scale), out)
+                if policy is None:
+                    self._write(step, layer, segment, sides)
+                    self._attend(step, layer, segment, q, out)
+                    continue
+                for row in range(segment.first, segment.first + segment.count):
+                    self._attend_row(step, layer, row, (q, q_sinks, k, v), out)
             if round_.moves:
                 self._encode(step, layer, round_.moves[layer])
         return out.reshape(len(q), -1)
 
+    def _attend_row(
+        self, step: Step, layer: int, row: int, qkv: tuple[F32, F32, F32, F32], out: F32
+    ) -> None:
+        """One row of a layer under a policy; other sequences' rows may be in the batch too."""
+        step.check_cancelled()
+        q, q_sinks, k, v = qkv
+        policy = step.policy
+        keeper = None if policy is None else policy.keeper
+        if keeper is not None:
+            self.move(step, keeper.before(layer, row))
+        if step.records[layer, row, 8]:
+            self._check(step, layer, np.array([row]), [k, v])
+            kept.write(step, layer, row, k[row], v[row])
+        else:
+            self._write(step, layer, Segment(row, 1), [k, v])
+        out[row], shares = kept.attend(
+            step, layer, row, q[row], q_sinks[row], self._rope, self._turn
+        )
+        if step.records[layer, row, 10]:
+            kept.tell_sums(step, layer, row, shares)
+        if keeper is not None:
+            keeper.after(layer, row)
+
     @staticmethod
     def _turn(x: F32, positions: I64, rope: Rope) -> F32:
         cos, sin = (t[:, None, :] for t in rope.tables(positions))
-        half, n = rope.n_rot // 2, rope.n_rot
-        first, second = (slice(0, half), slice(half, n)) if rope.neox else (
-            slice(0, n, 2), slice(1, n, 2))  # fmt: skip
+        at, half, end = rope.first, rope.first + rope.n_rot // 2, rope.first + rope.n_rot
+        first, second = (slice(at, half), slice(half, end)) if rope.neox else (
+            slice(at, end, 2), slice(at + 1, end, 2))  # fmt: skip
         y = x.copy()
         y[..., first] = x[..., first] * cos - x[..., second] * sin
         y[..., second] = x[..., first] * sin + x[..., second] * cos
         return y
 
-    def _pages(self, step: Step, layer: int, row: int, side: int) -> Any:
-        """A function: (KV head, table entry) -> format, page bytes, slots; for a row's sequence."""
-        shape, names = step.shapes[layer], step.formats[layer]
-        d = (shape.d_k, shape.d_v)[side]
-        record = step.records[layer, row]
-        capacity, sinks, encoded = (int(r) for r in record[2:5])
-        table = table_at(int(record[side]), shape.n_kv, capacity)
-        page, tail = (
-            cache_format((k, v)[side])
-            for k, v in ((names.page_k, names.page_v), (names.tail_k, names.tail_v))
-        )
-        sides: tuple[Side, Side] = ("key", "value")
-        side_name = sides[side]
-        width = transforms.width((names.transform_k, names.transform_v)[side], d)
-
-        def find(head: int, entry: int) -> tuple[Any, U8, int]:
-            slots = PAGE if entry else (sinks + 15) // 16 * 16
-            format_ = page if 0 < entry <= encoded else tail
-            wide = width if 0 < entry <= encoded else d
-            size = format_.page_bytes(wide, side_name, slots)
-            return format_, page_at(int(table[head, entry]), size), slots
-
-        return find
-
-    def _write(self, step: Step, layer: int, segment: Segment, k: F32, v: F32) -> None:
-        """Put a segment's keys and values in the tail, a page at a time."""
-        sinks = int(step.records[layer, segment.first, 3])
-        rows = np.arange(segment.first, segment.first + segment.count)
-        for side, x in ((0, k), (1, v)):
+    @staticmethod
+    def _check(step: Step, layer: int, rows: I64, sides: list[F32]) -> None:
+        """Raise NumericsError for a key or value that is not finite."""
+        for x in sides:
             bad = ~np.isfinite(x[rows]).all(axis=(1, 2))
             if bad.any():
                 position = step.positions[rows[bad][0]]
                 raise NumericsError(
                     f"layer {layer}, position {position}: a key or value is not a finite number"
                 )
-            find = self._pages(step, layer, segment.first, side)
+
+    def _write(self, step: Step, layer: int, segment: Segment, sides: list[F32]) -> None:
+        """Put a segment's keys and values in the tail, a page at a time."""
+        sinks = int(step.records[layer, segment.first, 3])
+        rows = np.arange(segment.first, segment.first + segment.count)
+        self._check(step, layer, rows, sides)
+        for side, x in enumerate(sides):
+            find = finder(step, layer, segment.first, side)
             entries = np.where(
                 step.positions[rows] < sinks, 0, 1 + (step.positions[rows] - sinks) // PAGE
             )
@@ -192,40 +227,20 @@ class ReferenceBackend(Backend):
                 mine = rows[entries == entry]
                 slot = step.positions[mine] - (sinks + (entry - 1) * PAGE if entry else 0)
                 for head in range(x.shape[1]):
-                    tail, page, slots = find(head, int(entry))
-                    encode, decode_page = (
-                        (tail.encode_keys, tail.decode_keys),
-                        (tail.encode_values, tail.decode_values),
-                    )[side]
-                    d = x.shape[2]
-                    with np.errstate(invalid="ignore", over="ignore"):
-                        cells = np.nan_to_num(decode_page(page, d, slots), posinf=0, neginf=0)
-                    cells[slot] = x[mine, head]
-                    page[:] = encode(cells)
+                    write_page(find, side, head, int(entry), slot, x[mine, head])
 
     def _read(self, step: Step, layer: int, row: int, side: int, head: int, n: int) -> F32:
         """Keys or values of tokens 0 to n - 1 of a row's sequence; freed pages read as NaN."""
         shape = step.shapes[layer]
         d, sinks = (shape.d_k, shape.d_v)[side], int(step.records[layer, row, 3])
-        lowest, encoded = int(step.records[layer, row, 6]), int(step.records[layer, row, 4])
-        mapped = _map(step, layer, side, head)
-        find = self._pages(step, layer, row, side)
+        lowest = int(step.records[layer, row, 6])
         cells = np.full((n, d), np.nan, np.float32)
         for entry in range(0 if sinks else 1, 2 + max(n - 1 - sinks, -1) // PAGE):
             start = sinks + (entry - 1) * PAGE if entry else 0
             stop = min(start + (PAGE if entry else sinks), n)
             if stop > max(lowest, start):
-                format_, page, slots = find(head, entry)
-                decode_page = (format_.decode_keys, format_.decode_values)[side]
-                numbers, back = {}, None
-                if 0 < entry <= encoded:
-                    numbers, back = _numbers(step, layer, side, head), mapped
-                width = d if back is None else back.shape[1]
-                stored = decode_page(page, width, slots, **numbers)[: stop - start]
-                # going back here is what a mapped query, or a map of the output, amounts to
-                if back is not None:
-                    stored = stored @ back.T
-                cells[start:stop] = stored
+                stored = read_page(step, layer, row, side, head, entry)
+                cells[start:stop] = stored[: stop - start]
         return cells
 
     def _attend(self, step: Step, layer: int, segment: Segment, q: F32, out: F32) -> None:
@@ -238,7 +253,10 @@ class ReferenceBackend(Backend):
         cells = np.arange(n)[None, :]
         visible = (cells <= positions[:, None]) & (cells >= low)
         for g in range(shape.n_kv):
-            keys, values = (self._read(step, layer, segment.first, s, g, n) for s in (0, 1))
+            keys = self._read(step, layer, segment.first, 0, g, n)
+            values = keys[:, : shape.d_v]
+            if not shape.shared:
+                values = self._read(step, layer, segment.first, 1, g, n)
             if self._rope is not None:
                 keys = self._turn(keys[:, None], cells[0], self._rope)[:, 0]
             seen = visible.any(0)
@@ -259,9 +277,11 @@ class ReferenceBackend(Backend):
         )
         for (d, tail_name, page_name, side), side_moves in zip(sides, moves, strict=True):
             tail, page = cache_format(tail_name), cache_format(page_name)
+            if side == "key":
+                page = latent.key_format(page_name, shape)
             for i, (entry_address, new) in enumerate(side_moves):
-                numbers = _numbers(step, layer, int(side == "value"), i % shape.n_kv)
-                mapped = _map(step, layer, int(side == "value"), i % shape.n_kv)
+                numbers = numbers_of(step, layer, int(side == "value"), i % shape.n_kv)
+                mapped = map_of(step, layer, int(side == "value"), i % shape.n_kv)
                 entry = table_at(int(entry_address), 1, 1)
                 old = page_at(int(entry[0, 0]), tail.page_bytes(d, side, PAGE))
                 width = d if mapped is None else mapped.shape[1]

@@ -93,7 +93,7 @@ def _rope(shape: LayerShape) -> Rope:
 
 def one_head(shape: LayerShape) -> LayerShape:
     """A single KV head and its query heads, for which the same kernels serve."""
-    return LayerShape(shape.n_head // shape.n_kv, 1, shape.d_k, shape.d_v)
+    return LayerShape(shape.n_head // shape.n_kv, 1, shape.d_k, shape.d_v, shared=shape.shared)
 
 
 def check(

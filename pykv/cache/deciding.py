@@ -84,7 +84,9 @@ class Rows:
 
     def _want_queries(self, recent: Recent, first: int, count: int, start: int) -> None:
         n = self._rules.policy.n_queries
-        for row in range(first + max(count - n, 0), first + count):
+        rows = range(first + max(count - n, 0), first + count)
+        recent.begin([(start + row - first) % n for row in rows])
+        for row in rows:
             slot = (start + row - first) % n
             for layer, queries in zip(self._rules.layers, recent.queries, strict=True):
                 self._step.records[layer, row, 11] = queries[slot].ctypes.data
@@ -133,28 +135,27 @@ class Rows:
 
     def _describe(self, kept: Kept, at: slice, row: int, position: int) -> None:
         """Fill in a row's records for some layers."""
-        layers = np.array(self._rules.layers[at])
-        tables, words, alive = kept.tables, kept.words, kept.alive
-        i = np.arange(*at.indices(len(self._rules.layers)))
-        records = self._step.records
-        record = records[layers, row]
-        record[:, 0] = tables.ctypes.data + i * tables.strides[1]
-        record[:, 1] = record[:, 0] + tables.strides[0]
-        record[:, 2] = kept.capacity
-        record[:, 4] = words[i, :, 1].max(-1)
-        record[:, 5] = words[i, :, 0].max(-1)
-        record[:, 6], record[:, 7] = 0, position
-        record[:, 8] = words.ctypes.data + i * words.strides[0]
-        record[:, 9] = alive.ctypes.data + i * alive.strides[0]
-        if self._rules.policy.needs == "sums":
-            record[:, 10] = kept.sums.ctypes.data + i * kept.sums.strides[0]
-        records[layers, row] = record
+        layers, records = self._rules.layers, self._step.records
+        starts, steps = kept.addresses()
+        newest = kept.words[at].max(1).tolist()
+        for i, (place, encoded) in enumerate(newest, at.indices(len(layers))[0]):
+            keys, values, words, alive, sums = (
+                a + i * b for a, b in zip(starts, steps, strict=True)
+            )
+            if self._rules.policy.needs != "sums":
+                sums = 0
+            records[layers[i], row, :11] = (
+                keys, values, kept.capacity, self._rules.sinks, encoded, place, 0, position, words,
+                alive, sums,
+            )  # fmt: skip
 
     # while a batch runs row by row
 
     def before(self, layer: int, row: int) -> list[Move]:
         """Make room for a row's token in a layer."""
-        part, i = self._row_part[row], self._index[layer]
+        part, i = self._row_part.get(row), self._index[layer]
+        if part is None:  # of a sequence that keeps every token yet
+            return []
         at, position = slice(i, i + 1), part.start + row - part.first
         moves = part.kept.close(at)
         part.kept.append(at, position)
@@ -163,7 +164,9 @@ class Rows:
 
     def after(self, layer: int, row: int) -> None:
         """Decide what stays in a layer after a row."""
-        part, i = self._row_part[row], self._index[layer]
+        part, i = self._row_part.get(row), self._index[layer]
+        if part is None:
+            return
         n_seen = part.start + row - part.first + 1
         met = min(n_seen, self._rules.sinks) + int(part.kept.live[i, 0])
         part.kept.decide(slice(i, i + 1), n_seen, met)

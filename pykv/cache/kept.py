@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pykv.backends.base import F32, I32, I64, PAGE, LayerShape, Move, PageMemory
 from pykv.cache.layout import Band
 from pykv.cache.pages import PagePool
-from pykv.cache.rearrange import Rearrangement, closed, gathered
+from pykv.cache.rearrange import Rearrangement, closed, followed, gathered
 from pykv.policies.base import Budget, Cells, Policy
 
 U64 = NDArray[np.uint64]
@@ -77,6 +77,16 @@ class Kept:
         self._replaced: list[tuple[PagePool, int]] = []
         self._read_last: list[tuple[PagePool, int]] = []
         self._saved: dict[str, Any] = {}
+        self._addresses: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def addresses(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where keys' and values' tables, words, bits and sums begin, and the bytes of a layer."""
+        if self._addresses is None:
+            arrays = (self.tables[0], self.tables[1], self.words, self.alive, self.sums)
+            self._addresses = (
+                tuple(int(a.ctypes.data) for a in arrays), tuple(a.strides[0] for a in arrays)
+            )  # fmt: skip
+        return self._addresses
 
     @property
     def n_kept(self) -> int:
@@ -96,7 +106,9 @@ class Kept:
         self._taken, self._replaced, self._read_last = {}, [], []
         names = (*STATE, *LARGE) if large else STATE
         self._saved = {name: getattr(self, name).copy() for name in names}
-        self._saved |= {"tokens": self.tokens, "capacity": self.capacity}
+        self._saved |= {
+            "tokens": self.tokens, "capacity": self.capacity, "reading": self.reading
+        }  # fmt: skip
         if self.rules.policy.per_head:
             return
         for pool in {self.rules.pool(n) for b in self.rules.bands for n in b.sizes.values()}:
@@ -200,6 +212,7 @@ class Kept:
 
     def _fit_capacity(self) -> None:
         """Bring all arrays to the capacity."""
+        self._addresses = None
         for name, per_entry, fill in (
             ("tables", 1, 0), ("alive", 1, 0), ("positions", PAGE, -1), ("scores", PAGE, 0),
         ):  # fmt: skip
@@ -267,11 +280,12 @@ class Kept:
             return []
         self._drop_read()
         first, moves = at.indices(len(self.cells))[0], Rearrangement(self)
+        layout = closed if self.rules.policy.per_head else followed
         for layer, head in np.argwhere(due):
             layer += first
             used, encoded = int(self.cells[layer, head]), int(self.words[layer, head, 1])
             exact = bool(self._exact[layer, 0])
-            moves.add(layer, head, *closed(
+            moves.add(layer, head, *layout(
                 self.positions[layer, head, :used] >= 0,
                 used // PAGE if exact else encoded,
                 int(self._limit[layer, 0]),
@@ -313,6 +327,7 @@ class Kept:
         for name in (*STATE, *LARGE, "sums"):
             setattr(other, name, getattr(self, name).copy())
         other.capacity, other.tokens, other.reading = self.capacity, self.tokens, self.reading
+        other._addresses = None
         for pool, addresses in other.pages():
             pool.hold(addresses)
         return other

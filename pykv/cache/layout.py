@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pykv import registry
-from pykv.backends import transforms
+from pykv.backends import latent, transforms
 from pykv.backends.base import PAGE, CacheFormats, LayerShape
 from pykv.config import CacheConfig
 from pykv.errors import ConfigError
@@ -77,7 +77,7 @@ def layouts_of(config: CacheConfig, shapes: Sequence[LayerShape]) -> list[LayerL
     # one object for equal layers: kernels and pages are grouped by it
     made: dict[Any, LayerLayout] = {}
     return [
-        made.setdefault((*pair, shape.d_k, shape.d_v), _layout(config, pair, shape))
+        made.setdefault((*pair, shape.d_k, shape.d_v, shape.shared), _layout(config, pair, shape))
         for pair, shape in zip(types, shapes, strict=True)
     ]
 
@@ -93,6 +93,8 @@ def layers_with_own_keys(config: CacheConfig) -> set[int]:
 
 
 def _layout(config: CacheConfig, types: tuple[str, str], shape: LayerShape) -> LayerLayout:
+    if shape.shared:
+        return _shared_layout(config, types, shape)
     tails, maps = [], []
     for name, (transform, flag), d in zip(
         types, _flags(config), (shape.d_k, shape.d_v), strict=True
@@ -112,6 +114,32 @@ def _layout(config: CacheConfig, types: tuple[str, str], shape: LayerShape) -> L
         ),  # fmt: skip
         max(residuals) if config.residual is None else config.residual,
     )
+
+
+def _shared_layout(config: CacheConfig, types: tuple[str, str], shape: LayerShape) -> LayerLayout:
+    """Where values are channels of the keys: what holds for keys holds for both."""
+    name = types[0]
+    if types[1] != name:
+        raise ConfigError(
+            f"this model's values are a part of its keys, which one tensor holds: cache type "
+            f"{types[1]} for values must be {name}, the keys' (--cache-type-k, --cache-type-v, "
+            "overrides)"
+        )
+    if config.position == "read" or _format(name).key_position == "read":
+        raise ConfigError(
+            f"this model's cache holds keys as RoPE has turned them: --kv-position read and the "
+            f"nuq types do not work with it; use another type than {name}, or write"
+        )
+    flag_k, flag_v = _flags(config)
+    map_ = _transform(name, flag_k[0], shape.d_v, flag_k[1])
+    if flag_v[0] != "auto" and _transform(name, flag_v[0], shape.d_v, flag_v[1]) != map_:
+        raise ConfigError(
+            f"this model's values are a part of its keys: --kv-transform-v {flag_v[0]} must be "
+            f"{map_}, the keys', or auto"
+        )
+    tail = config.tail_type or (name if name in ("f32", "bf16") else "f16")
+    residual: int = _format(name).residual if config.residual is None else config.residual
+    return LayerLayout(CacheFormats(name, name, tail, tail, map_, map_), residual)
 
 
 def _transform(name: str, transform: str, d: int, flag: str) -> str:
@@ -198,6 +226,11 @@ class Band:
         """Whether nothing is ever encoded."""
         return self.formats.exact
 
+    @property
+    def sides(self) -> list[int]:
+        """The sides that have pages: 0 keys, 1 values."""
+        return sorted({side for _, side in self.sizes})
+
     def exact_point(self, sinks: int, encoded: int, n: int) -> int:
         """The most tokens up to n that can be gone back to, where so many pages are encoded."""
         if self.exact or encoded == 0 or sinks + encoded * PAGE + self.residual <= n:
@@ -280,6 +313,11 @@ def _check_policy(
             f"--kv-policy {policy.name} has nothing to act on: every layer of the model has a "
             "sliding window of its own"
         )
+    if any(shapes[i].shared for band in mine for i in band.layers):
+        raise ConfigError(
+            f"--kv-policy {policy.name} does not work with this model, whose cache holds latent "
+            "vectors in the place of keys and values; leave it out"
+        )
     if len({(shapes[i].n_kv, shapes[i].n_head) for band in mine for i in band.layers}) > 1:
         raise ConfigError(f"--kv-policy {policy.name} needs as many heads in every layer")
     if policy.per_head and any(band.formats.position == "read" for band in mine):
@@ -293,8 +331,11 @@ def _check_policy(
 def _page_bytes(shape: LayerShape, formats: CacheFormats, side: int, kind: str, sinks: int) -> int:
     """Bytes of a layer's page: side 0 keys, 1 values; kind page, tail or sinks; 0: it has none."""
     slots = (sinks + 15) // 16 * 16 if kind == "sinks" else PAGE
-    if slots == 0:
+    if slots == 0 or (side == 1 and shape.shared):
         return 0
+    if kind == "page" and shape.shared:
+        width = latent.key_width(formats.transform_k, shape)
+        return int(latent.key_format(formats.page_k, shape).page_bytes(width, "key"))
     name, d = (formats.page_k, formats.page_v)[side], (shape.d_k, shape.d_v)[side]
     if kind == "page":
         d = transforms.width((formats.transform_k, formats.transform_v)[side], d)

@@ -126,6 +126,20 @@ class Recent:
     queries: list[F32]
     tokens: list[int] = field(default_factory=list)
     first: int = 0
+    _before: tuple[int, list[int], list[F32]] | None = None
+
+    def begin(self, slots: list[int]) -> None:
+        """From here on changes can be taken back; `slots` are those that will be written."""
+        self._before = self.first, slots, [q[slots] for q in self.queries]
+
+    def abort(self, n: int) -> None:
+        """Take the changes back, to n tokens."""
+        before, self._before = self._before, None
+        del self.tokens[n:]
+        if before is not None:
+            self.first, slots, old = before
+            for queries, values in zip(self.queries, old, strict=True):
+                queries[slots] = values
 
     @property
     def nbytes(self) -> int:

@@ -132,7 +132,7 @@ class Paging:
 
     def _fill_entry(self, held: Held, entry: int, kind: str, undo: Undo) -> None:
         for _, band in self.bands_in(held):
-            for side in (0, 1):
+            for side in band.sides:
                 pool, whole = self.pool(band.sizes[kind, side]), band.whole
                 for layer in [slice(None)] if self._uniform and whole else band.layers:
                     target = held.tables[side, layer, :, entry]
@@ -149,7 +149,7 @@ class Paging:
         if held.tokens == start or not any(p.any_shared for p in self.pools.values()):
             return
         for number, band in self.bands_in(held):
-            for side in (0, 1):
+            for side in band.sides:
                 n_bytes = band.sizes[self.kind(held, number, entry), side]
                 pool = self.pool(n_bytes)
                 for layer in band.layers:
@@ -216,7 +216,7 @@ class Paging:
             band, entry = self.bands[number], encoded[number]
             formats = band.formats
             for side, exact in enumerate((formats.exact_k, formats.exact_v)):
-                if exact:
+                if exact or side not in band.sides:
                     continue
                 fresh_pool = self.pool(band.sizes["page", side])
                 tail_pool = self.pool(band.sizes["tail", side])

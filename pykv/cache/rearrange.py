@@ -1,10 +1,17 @@
 """How a head's cells are laid out anew: which old cell each slot of the new pages takes.
 
-Two ways. `closed` moves as little as it can: the encoded pages with most holes are emptied into the
-others' holes, and only pages that take cells in are encoded again. That is exact for types whose
-scales belong to one token. Types with scales of a channel over 32 tokens (kivi keys) keep their
-scale while a new key lies within the channel's range, and round 32 keys anew where it does not.
-`gathered` puts what is kept side by side, in order.
+Three ways. `closed` moves as little as it can: the encoded pages with most holes are emptied into
+the others' holes, and only pages that take cells in are encoded again. That is exact for types
+whose scales belong to one token. Types with scales of a channel over 32 tokens (kivi keys) keep
+their scale while a new key lies within the channel's range, and round 32 keys anew where it does
+not. Measured as tests/cache/test_rearrange.py does it, 256 tokens kept, a page joining and 64
+random ones going at each closing: the keys' error, as a part of their deviation from each channel's
+mean, grows from 0.39 to 0.62 in ten closings and to 0.66 in thirty for kivi2, from 0.17 to 0.28 and
+0.29 for kivi3, from 0.078 to 0.13 and 0.14 for kivi4, with and without channel offsets. nuq values
+with outliers, which are chosen by page, go from 0.159 to 0.172 (nuq4) and from 0.255 to 0.273
+(nuq3) in ten closings at 1 %.
+`gathered` puts what is kept side by side, in order. `followed` moves nothing, for policies that
+always drop the oldest.
 """
 
 from __future__ import annotations
@@ -42,6 +49,24 @@ def closed(live: Bool, full: int, limit: int) -> Layout:
         pages = np.concatenate([pages, tail[None, :PAGE]])
         alive = np.concatenate([alive, np.ones((1, PAGE), bool)])
         tail = tail[PAGE:]
+    return pages, alive, tail
+
+
+def followed(live: Bool, full: int, limit: int) -> Layout:
+    """A head's layout with fewer than 64 holes, where always the oldest cells are dropped.
+
+    No cell changes its slot: pages without tokens go, and the tail's oldest 64 cells become a page
+    with its holes. So the distances between places stay those between tokens.
+    """
+    first = int(live.argmax()) // PAGE * PAGE
+    pages = np.arange(first, max(full * PAGE, first)).reshape(-1, PAGE)
+    alive = live[first : max(full * PAGE, first)].reshape(-1, PAGE)
+    tail = np.arange(max(full * PAGE, first), len(live))
+    if np.count_nonzero(live[tail]) >= limit:
+        block, used = tail[:PAGE], live[tail[:PAGE]]
+        # as in `gathered`
+        pages = np.concatenate([pages, np.where(used, block, block[used.argmax()])[None]])
+        alive, tail = np.concatenate([alive, used[None]]), tail[PAGE:]
     return pages, alive, tail
 
 
@@ -109,7 +134,8 @@ class Rearrangement:
     def _renumber(self, layer: int, head: int, pages: I64, alive: Bool, tail: I64) -> None:
         kept = self._kept
         cells = np.concatenate([pages.reshape(-1), tail])
-        live = np.concatenate([alive.reshape(-1), np.ones(len(tail), bool)])
+        tail_alive = kept.positions[layer, head, tail] >= 0
+        live = np.concatenate([alive.reshape(-1), tail_alive])
         positions = np.where(live, kept.positions[layer, head, cells], -1)
         scores = np.where(live, kept.scores[:, layer, head, cells], 0)
         kept.positions[layer, head] = -1
@@ -119,7 +145,7 @@ class Rearrangement:
         kept.cells[layer, head] = len(cells)
         kept.live[layer, head] = np.count_nonzero(live)
         exact = kept.rules.bands[layer].exact
-        kept.tail_live[layer, head] = kept.live[layer, head] if exact else len(tail)
+        kept.tail_live[layer, head] = np.count_nonzero(live if exact else tail_alive)
         kept.words[layer, head] = (kept.rules.sinks + len(cells) - 1, 0 if exact else len(pages))
         kept.set_bits(layer, head)
 

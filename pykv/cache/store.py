@@ -101,8 +101,12 @@ class Store:
 
     def room(self, sequence: int) -> int:
         """Tokens that may yet be read."""
-        endless = self.policy is not None and self.policy.endless
-        return (ENDLESS if endless else self.n_ctx) - self.length(sequence)
+        return self.limit - self.length(sequence)
+
+    @property
+    def limit(self) -> int:
+        """Tokens that a sequence may have."""
+        return ENDLESS if self.policy is not None and self.policy.endless else self.n_ctx
 
     @property
     def forks(self) -> bool:
@@ -238,7 +242,7 @@ class Store:
             held.tables[:, :, :, undo.low : undo.high] = undo.before
             held.tokens, held.encoded = undo.tokens, undo.encoded
             if held.recent is not None:
-                del held.recent.tokens[undo.tokens :]
+                held.recent.abort(undo.tokens)
             for pool, addresses in undo.taken:
                 pool.drop(addresses)
         for held in self._fresh:
@@ -274,6 +278,8 @@ class Store:
             held.kept = deciding.taken_over(self._rules, held, self._paging)
             self._fresh.append(held)
         held.kept.begin(large=True)
+        if held.recent is not None:
+            held.recent.begin([])
         return deciding.select(held.kept, held.recent, ending, sums, self.classes)
 
     def positions(self, sequence: int, layer: int, head: int) -> list[int]:
@@ -312,7 +318,7 @@ class Store:
         for held in self._sequences.values():
             for shape in self.shapes:
                 kept = min(held.tokens, shape.window or held.tokens)
-                total += kept * shape.n_kv * (shape.d_k + shape.d_v) * 2
+                total += kept * shape.n_kv * shape.kept * 2
         return total
 
     def estimate(self, n: int) -> int:

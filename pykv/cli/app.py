@@ -11,6 +11,7 @@ import errno
 import gc
 import io
 import pkgutil
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -23,7 +24,8 @@ from typer.core import TyperCommand, TyperGroup
 import pykv
 from pykv.cli import options, render
 from pykv.cli._start import SIGINT_EXIT
-from pykv.errors import PykvError
+from pykv.config import CacheConfig
+from pykv.errors import ConfigError, PykvError
 
 _NOT_COMMANDS = {"app", "options", "render"}
 _SETTINGS = {
@@ -135,6 +137,33 @@ class _Commands(TyperGroup):
         rows = [(s, (_module(s).command.__doc__ or "").splitlines()[0]) for s in stems()]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+def cache_setting(line: str) -> CacheConfig:
+    """The cache that a line of its flags describes, as in `-ctk q8_0 --kv-sinks 8`.
+
+    Raises ConfigError: it holds anything else, or a value that is none.
+    """
+    found: list[CacheConfig] = []
+
+    def take(cache: CacheConfig) -> None:
+        found.append(cache)
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    settings = _SETTINGS | {"help_option_names": []}
+    app.command("setting", cls=_Command, context_settings=settings)(options.expand(take))
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("setting", shlex.split(line)) as ctx:
+            command.invoke(ctx)
+    except ValueError as error:  # a quotation mark without its other
+        raise ConfigError(f"setting '{line}': {error}") from error
+    except _UsageError as error:
+        what = error.format_message().rstrip(".")
+        raise ConfigError(
+            f"setting '{line}': {what}; it takes the flags of the KV cache"
+        ) from error
+    return found[0]
 
 
 def group() -> Any:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pykv.cli import _plot
 from pykv.cli.options import ModelArgument, ModelOption, Output, read_bytes
 from pykv.cli.render import Screen
 from pykv.config import CacheConfig, LoadConfig
@@ -29,7 +28,6 @@ pykv kv-report model.gguf -f book.txt --types q8_0,q4_0,kivi4 --layers all
 pykv kv-report -m model.gguf -f book.txt -c 4096 --plot report.png --json"""
 
 LAYERS = ("all", "worst", "none")
-PICTURES = (".png", ".pdf", ".svg")
 _CTX_SIZE = 2048  # tokens a chunk
 _WORST = 8  # heads that are shown by default
 _CHANNELS = 6  # outlier channels of a head that are shown
@@ -124,7 +122,7 @@ def _check(
     if not (math.isfinite(outlier_ratio) and outlier_ratio >= 1):
         raise ConfigError(f"--outlier-ratio must be 1 or more, not {outlier_ratio:g}")
     if plot is not None:
-        _check_plot(plot)
+        _plot.check(plot)
     if types is None:
         return None
     names = [name.strip() for name in types.split(",")]
@@ -135,17 +133,6 @@ def _check(
 
     kv_report.check_types(names, cache)
     return names
-
-
-def _check_plot(path: str) -> None:
-    if Path(path).suffix.lower() not in PICTURES:
-        raise ConfigError(f"--plot {path}: the file's name must end in {', '.join(PICTURES)}")
-    if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no such folder, create it first")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            '--plot draws with matplotlib, which is not here: pip install "pykv[plot]"'
-        )
 
 
 def _measure(
@@ -302,10 +289,7 @@ def _spectrum(of: Spectrum) -> list[str]:
 
 def _draw(report: Report, path: str) -> None:
     """Two heat maps: each type's worst head in each layer, and each layer's channels of K."""
-    # a figure by itself, without pyplot, opens no window and keeps nothing
-    figure: Any = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(12, 4 + 0.25 * (len(report.types) + len(report.shapes))), layout="constrained"
-    )
+    figure = _plot.figure(12, 4 + 0.25 * (len(report.types) + len(report.shapes)))
     colors: Any = importlib.import_module("matplotlib.colors")
     above, below = figure.subplots(2, 1)
     worst = [[100 * float(e.max()) for e in t.errors["both"]] for t in report.types]
@@ -321,10 +305,7 @@ def _draw(report: Report, path: str) -> None:
         figure.colorbar(image, ax=axes, label=label)
     above.set_yticks(range(len(report.types)), labels=[t.name for t in report.types])
     below.set(ylabel="layer")
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    _plot.save(figure, path)
 
 
 def _norm(colors: Any, rows: Sequence[Sequence[float]]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
@@ -217,6 +218,17 @@ GROUPS: dict[type[Any], tuple[str, dict[str, Flag]]] = {
                 "on|off",
                 "Keep q8_0 keys in layers whose keys carry a large bias or outlier channels.",
             ),
+            "policy": _f(
+                "--kv-policy",
+                "NAME",
+                "Which tokens are kept: full, window, sinks, h2o, scissorhands, snapkv, fastgen; "
+                "settings as h2o:recent=0.5.",
+            ),
+            "budget": _f(
+                "--kv-budget",
+                "N|P%",
+                "Tokens that a policy keeps of each KV head, or their share of those seen.",
+            ),
         },
     ),
     SamplingConfig: (
@@ -329,6 +341,17 @@ def _build(group: type[Any], values: dict[str, Any]) -> Any:
         if field.default == ():
             given[field.name] = tuple(given[field.name] or ())
     return group(**given)
+
+
+def spelled(config: Any) -> str:
+    """The flags of a group that say what differs from its defaults; empty where nothing does."""
+    flags = GROUPS[type(config)][1]
+    words: list[str] = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            words += [flags[field.name].names[0], str(value)]
+    return shlex.join(words)
 
 
 _ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\": b"\\"}

@@ -50,6 +50,15 @@ def _write(stream: TextIO | None, text: str) -> None:
     stream.flush()
 
 
+def _coloured(stream: TextIO, cells: Sequence[str], colours: Sequence[str]) -> None:
+    """A table's row on a terminal; an empty colour is the terminal's own."""
+    line = importlib.import_module("rich.text").Text("|")
+    for cell, colour in zip(cells, colours, strict=True):
+        line.append(f" {harmless(cell)} ", style=colour).append("|")
+    console = importlib.import_module("rich.console").Console(file=stream)
+    console.print(line, soft_wrap=True)
+
+
 def error(message: str) -> None:
     """`error: ...`, in one line, on standard error."""
     _write(sys.stderr, f"error: {harmless(' '.join(message.split()))}\n")
@@ -123,20 +132,24 @@ class Screen:
             ]
             self.line("  ".join(padded).rstrip())
 
-    def markdown(self, columns: Sequence[tuple[str, int, bool]]) -> Callable[[list[str]], None]:
+    def markdown(self, columns: Sequence[tuple[str, int, bool]]) -> Callable[..., None]:
         """The head of a Markdown table for standard output; returns what adds a row.
 
-        Columns are (title, least width, to the right?); a row's cells are text.
+        Columns are (title, least width, to the right?); a row's cells are text, with a colour each
+        if they are to have one on a terminal.
         """
         widths = [max(len(title), width) for title, width, _ in columns]
         right = [to_the_right for _, _, to_the_right in columns]
 
-        def row(cells: list[str]) -> None:
+        def row(cells: list[str], colours: Sequence[str] | None = None) -> None:
             padded = [
                 c.rjust(w) if r else c.ljust(w)
                 for c, w, r in zip(cells, widths, right, strict=True)
             ]
-            self.line(f"| {' | '.join(padded)} |")
+            if colours is None or sys.stdout is None or not sys.stdout.isatty():
+                self.line(f"| {' | '.join(padded)} |")
+            else:
+                _coloured(sys.stdout, padded, colours)
 
         row([title for title, _, _ in columns])
         row(["-" * (w - r) + ":" * r for w, r in zip(widths, right, strict=True)])

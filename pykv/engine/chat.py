@@ -2,9 +2,10 @@
 
 Each turn is computed on a fork, which costs at most a partly filled page, and counts once its
 prompt was read; until then the conversation is as it was. The state before each turn is kept, for
-`undo` and `retry`. After a turn only the new text is read: the rendering so far, plus the answer as
-it was generated, must be a prefix of the new rendering. Where a template rewrites the past it is
-not, and the longest common run of tokens is kept instead.
+`undo` and `retry`. Under a policy by head, which forbids forks, a turn goes on in the sequence
+itself, and going back reads the conversation again. After a turn only the new text is read: the
+rendering so far, plus the answer as it was generated, must be a prefix of the new rendering. Where
+a template rewrites the past it is not, and the longest common run of tokens is kept instead.
 """
 
 from __future__ import annotations
@@ -112,10 +113,10 @@ class Chat:
         controls = self._model.tokenizer.controls_in
         spans = self._template.render(messages, add_generation_prompt=True, controls=controls)
         rendered = "".join(s.text for s in spans)
-        wanted = self._wanted(base, messages, spans, rendered)
+        wanted, model = self._wanted(base, messages, spans, rendered), self._model
 
         def start() -> tuple[Session, list[int]]:
-            session = base.session.fork()
+            session = base.session.fork() if model.store.forks else _taken(model, base)
             # one token at least must be read, for the logits after it
             kept = session.truncate(min(_common(session.tokens, wanted), len(wanted) - 1))
             return session, wanted[kept:]
@@ -156,6 +157,13 @@ class Chat:
             if rest and tokenizer.is_control(rest[0]):
                 return base.session.tokens + base.unread + rest
         return encode_chat(tokenizer, self._template, messages)
+
+
+def _taken(model: Model, base: _State) -> Session:
+    """A state's session itself, where it cannot be forked: back there all is read again."""
+    session, base.session = base.session, Session(model)
+    base.text, base.unread = None, []
+    return session
 
 
 def given_template(config: LoadConfig) -> str | None:

@@ -243,8 +243,9 @@ def self_test(dev: Backend, store: Store) -> None:
             continue
         done.add((shape, formats))
         alike = replace(
-            store.config, type_k=formats.page_k, type_v=formats.page_v, residual=0, override=None
-        )
+            store.config, type_k=formats.page_k, type_v=formats.page_v, residual=0, override=None,
+            policy="full", budget=None,
+        )  # fmt: skip
         numbers = [[heads[:1] for heads in store.numbers[i]]] if store.numbers else ()
         memory = dev.page_memory()
         cache = Store([shape], alike, 256, memory, numbers)

@@ -48,9 +48,10 @@ def turned(x: F32, rope: Rope | None, positions: I64) -> F32:
 
 def pairs(rope: Rope) -> tuple[slice, slice]:
     """The channels of pairs: all first ones, and their partners."""
+    first, end = rope.first, rope.first + rope.n_rot
     if rope.neox:
-        return slice(0, rope.n_rot // 2), slice(rope.n_rot // 2, rope.n_rot)
-    return slice(0, rope.n_rot, 2), slice(1, rope.n_rot, 2)
+        return slice(first, first + rope.n_rot // 2), slice(first + rope.n_rot // 2, end)
+    return slice(first, end, 2), slice(first + 1, end, 2)
 
 
 def importance(given: HeadInputs, rope: Rope | None, rows: I64) -> tuple[F32, F32]:

@@ -21,8 +21,9 @@ def report(path: str | os.PathLike[str]) -> dict[str, Any]:
     Keys: path, version, architecture; metadata (key -> value; arrays of more than 4 values as
     their length and first values); tensors (count, values, bytes, and the same per type); model
     (layers, heads, kv_heads, widths in values, context in tokens; None where the file does not
-    say); cache (per cache type: bits a value, and bytes a token of keys, of values and of both;
-    empty where the file holds no attention shape).  Raises GGUFError as `open_gguf` does, and for a
+    say; shared_values, whether values are the first channels of the keys); cache (per cache type:
+    bits a value, and bytes a token of keys, of values and of both; empty where the file holds no
+    attention shape).  Raises GGUFError as `open_gguf` does, and for a
     key of another type than its meaning asks for.
     """
     with open_gguf(path) as file:
@@ -96,6 +97,8 @@ def _model(file: GGUFFile, architecture: str) -> dict[str, Any]:
         "kv_heads": heads if kv_heads is None else kv_heads,
         "key_width": width if key_width is None else key_width,
         "value_width": width if value_width is None else value_width,
+        # values are the first channels of the keys, and cost nothing
+        "shared_values": number("attention.key_length_mla") is not None,
         "context": number("context_length"),
         "sliding_window": number("attention.sliding_window"),
         "vocabulary": _vocabulary(file, number("vocab_size")),
@@ -123,21 +126,28 @@ def _cache(model: dict[str, Any]) -> list[dict[str, Any]]:
     key_width, value_width = model["key_width"], model["value_width"]
     if None in (layers, kv_heads, key_width, value_width) or min(key_width, value_width) < 1:
         return []
+    shared = model["shared_values"] and value_width < key_width
     n_heads = sum(kv_heads) if isinstance(kv_heads, list) else layers * kv_heads
     rows = []
     for name in registry.names("formats"):
         format_ = registry.find("formats", name, "cache type").FORMAT
-        if "cache" not in format_.roles:
+        turns = getattr(format_, "key_position", "write") == "read"
+        if "cache" not in format_.roles or (shared and turns):
             continue
         bits = (
             format_.bits_per_value(key_width, "key"),
             format_.bits_per_value(value_width, "value"),
         )
         keys, values = n_heads * key_width * bits[0] / 8, n_heads * value_width * bits[1] / 8
+        mean = (bits[0] + bits[1]) / 2
+        if shared:  # each part of a key has a page, and scales, of its own
+            parts = (value_width, key_width - value_width)
+            each = sum(part * format_.bits_per_value(part, "key") for part in parts)
+            keys, values, mean = n_heads * each / 8, 0.0, each / key_width
         rows.append(
             {
                 "type": name,
-                "bits_per_value": round((bits[0] + bits[1]) / 2, 4),
+                "bits_per_value": round(mean, 4),
                 "key_bytes": round(keys, 1),
                 "value_bytes": round(values, 1),
                 "bytes": round(keys + values, 1),

@@ -242,6 +242,11 @@ def measure(
     dev = model.dev
     if not isinstance(dev, CpuBackend):
         raise ConfigError(f"the report watches the cpu backend, not {dev.name}: --device cpu")
+    if any(shape.shared for shape in model.store.shapes):
+        raise ConfigError(
+            "the report measures keys and values apart, and this model's values are a part of its "
+            "keys; pykv perplexity --kl-divergence compares its cache types"
+        )
     cache = model.config if cache is None else cache
     tried, left_out = candidates(model, types, cache)
     _check_chunk(tried, cache.sinks, ctx_size)

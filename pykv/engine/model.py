@@ -19,7 +19,7 @@ from pykv.backends.base import F32, I32, Backend, Step
 from pykv.cache import layout
 from pykv.cache.store import Store
 from pykv.config import CacheConfig, LoadConfig, SamplingConfig
-from pykv.engine import guard, hub, memory, numbers
+from pykv.engine import guard, hub, keeping, memory, numbers
 from pykv.engine.chat import Chat, given_template
 from pykv.engine.devices import LoadProgress, backend, warm_up
 from pykv.engine.divergence import Divergence
@@ -34,9 +34,10 @@ from pykv.engine.perplexity import (
 )
 from pykv.engine.sampler import Sampler
 from pykv.engine.session import Generation, Prompt, Session
+from pykv.engine.vocabulary import load_tokenizer
 from pykv.errors import CacheFullError, ConfigError
 from pykv.gguf import GGUFFile, open_gguf
-from pykv.tokenizer import Tokenizer, from_metadata, select
+from pykv.tokenizer import from_metadata, select
 
 log = logging.getLogger("pykv")
 
@@ -69,15 +70,6 @@ def load(
     return Model(
         path, cache or CacheConfig(), load or LoadConfig(), sampling or SamplingConfig(), progress
     )
-
-
-def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a GGUF file, which may hold a vocabulary only.
-
-    Raises GGUFError, TokenizerError, UnsupportedError.
-    """
-    with open_gguf(path) as file:
-        return from_metadata(file.metadata, where=file.file)
 
 
 class Model:
@@ -128,6 +120,7 @@ class Model:
         self._check_memory(self.n_ctx, self.store.estimate)
         dev.prepare(self._graph.shapes, self.store.formats)
         self.store.memory.reserve(self.store.estimate(self.n_ctx))
+        keeping.prepare(dev, self.store, self.tokenizer)
         guard.self_test(dev, self.store)
         warm_up(self)
 
@@ -165,7 +158,7 @@ class Model:
     @property
     def plan(self) -> list[str]:
         """Which kernels and threads are in use, a line each."""
-        return list(self.dev.plan)
+        return [*self.dev.plan, *keeping.plan(self.store)]
 
     def __enter__(self) -> Model:
         return self
@@ -309,7 +302,7 @@ class Model:
         Raises ConfigError: no tokens, or ids out of range; CacheFullError.
         """
         ids = np.array(self.ids(list(tokens)), np.int32)
-        if len(ids) > self.n_ctx:
+        if len(ids) > self.store.limit:
             raise CacheFullError(
                 f"the text has {len(ids):,} tokens, and {self.n_ctx:,} fit the context; "
                 "raise ctx_size or shorten it"
@@ -377,7 +370,12 @@ class Model:
             self._check_memory(n_ctx, lambda n: self.store.estimate(n) + store.estimate(n))
         store.memory.reserve(store.estimate(n_ctx))
         self.dev.prepare(shapes, store.formats)
+        keeping.prepare(self.dev, store, self.tokenizer)
         return store
+
+    def end_prompt(self, sequence: int) -> None:
+        """Let the cache's policy act, if it acts where a prompt ends.  Raises as `step`."""
+        keeping.end_prompt(self, sequence)
 
     # reports
 
@@ -396,5 +394,6 @@ class Model:
             **self.dev.facts(),
             "cache_bytes": self.store.nbytes,
             "cache_reserved_bytes": self.store.reserved_nbytes,
+            "cache_peak_bytes": self.store.peak_nbytes,
             "cache_f16_bytes": self.store.f16_nbytes,
         }

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from pykv.backends.base import F32, I32, PAGE
 from pykv.cache.layout import bands_of
+from pykv.engine import keeping
 from pykv.engine.divergence import F64, Divergence, Tally, log_softmax
 from pykv.errors import ConfigError, NumericsError
 
@@ -74,7 +75,7 @@ def chunks_of(
     """
     if ctx_size < LEAST_CHUNK:
         raise ConfigError(f"a chunk needs at least {LEAST_CHUNK} tokens, not {ctx_size}")
-    if ctx_size > model.n_ctx:
+    if ctx_size > model.store.limit:
         raise ConfigError(f"a chunk of {ctx_size} tokens is longer than the context, {model.n_ctx}")
     _check_count(chunks)
     # the text gets no BOS of its own: each chunk's first token is replaced by one, the first's too
@@ -246,6 +247,7 @@ def _predictions(
         for start in range(0, first, model.ubatch):
             stop = min(start + model.ubatch, first)
             step([(sequence, fed[start:stop])], np.empty(0, np.int32))
+        keeping.end_prompt(model, sequence, held)
         for start, stop in _scored(model, len(tokens)):
             rows = np.arange(stop - start, dtype=np.int32)
             yield step([(sequence, fed[start:stop])], rows), tokens[start + 1 : stop + 1]

@@ -45,7 +45,10 @@ class Session:
         return self._fed[: len(self)]
 
     def fork(self) -> Session:
-        """Another session with the same tokens, sharing their pages."""
+        """Another session with the same tokens, sharing their pages.
+
+        Raises ConfigError: the cache's policy lets heads keep tokens of their own.
+        """
         other = object.__new__(Session)
         other._model, other._fed, other.unread = self._model, self.tokens, list(self.unread)
         if self._number is not None:
@@ -60,6 +63,16 @@ class Session:
 
     def __del__(self) -> None:
         self.free()
+
+    def begin_prompt(self) -> None:
+        """What is read from here on is a prompt, until `end_prompt`.  A new session begins one."""
+        if self._number is not None:
+            self._model.store.begin_prompt(self._number)
+
+    def end_prompt(self) -> None:
+        """The prompt was read to its end: here policies act that act once, as snapkv does."""
+        if self._number is not None:
+            self._model.end_prompt(self._number)
 
     def truncate(self, n: int) -> int:
         """Go back to n tokens, or to fewer where the cache cannot; returns how many stay."""
@@ -105,7 +118,7 @@ class Session:
         if self._number is None or not tokens:
             raise ConfigError("there is nothing to read: the prompt has no tokens")
         tokens = [*self.unread, *tokens]
-        room = self._model.n_ctx - len(self)
+        room = self._model.store.room(self._number)
         if len(tokens) > room:
             raise CacheFullError(
                 f"the text is too long: {len(tokens):,} tokens are to be read, and {room:,} of the "
@@ -306,7 +319,9 @@ class Generation:
         self._sampler.accept(before)
         cached, n = len(self.session), len(before)
         self._stats = replace(self._stats, prompt_tokens=n, cached_tokens=cached)
+        self.session.begin_prompt()
         result = use(self.session, prompt)
+        self.session.end_prompt()
         self._stats = replace(self._stats, prompt_seconds=time.perf_counter() - began)
         return result
 

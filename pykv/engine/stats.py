@@ -25,6 +25,7 @@ class Stats:
     compile_seconds: float = 0.0
     cache_bytes: int = 0  # in use: scales, tables, tail, sinks and partly filled pages included
     cache_reserved_bytes: int = 0  # what the pools hold
+    cache_peak_bytes: int = 0  # most in use after any batch, where a policy drops tokens; else 0
     cache_f16_bytes: int = 0  # what the same tokens would take as plain f16
     weight_bytes: int = 0
     threads: int = 0

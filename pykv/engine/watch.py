@@ -94,8 +94,12 @@ class Watch:
     def _note(self, layer: int, q: F32, k: F32, v: F32, rope: Rope | None) -> None:
         notes, positions = self._notes[layer], np.arange(len(k), dtype=np.int64)
         q, written = turned(q, rope, positions), turned(k, rope, positions)
-        for side, x in enumerate((written, v)):
+        # values that are channels of the keys have a scale of their own
+        shape = self._shapes[layer]
+        own = written[..., shape.d_v :] if shape.shared else written
+        for side, x in enumerate((own, v)):
             np.maximum(notes.most[side], np.abs(x).max((0, 2)), out=notes.most[side])
+        for side, x in enumerate((written, v)):
             notes.squares[side] += second_moments(x[FIRST:])
         np.minimum(notes.least_key, k[FIRST:].min(0), out=notes.least_key)
         np.maximum(notes.largest_key, k[FIRST:].max(0), out=notes.largest_key)

@@ -50,24 +50,26 @@ def rms_norm(ctx, task, worker):
 
 
 # ctx: x, heads, d, n_rot, step between the two of a pair, step between pairs, cos, sin
-# (f32 [rows][n_rot / 2]), scale
+# (f32 [rows][n_rot / 2]), scale, first channel that turns
 def rope(ctx, task, worker):
     """Turn one row's heads in place, and multiply them by `scale`."""
     heads, d, n_rot = scalar_i64(ctx + 8), scalar_i64(ctx + 16), scalar_i64(ctx + 24)
     other, step, scale = scalar_i64(ctx + 32) * 4, scalar_i64(ctx + 40) * 4, scalar_f32(ctx + 64)
     half = n_rot // 2
     cos, sin = scalar_i64(ctx + 48) + task * half * 4, scalar_i64(ctx + 56) + task * half * 4
-    x = scalar_i64(ctx) + task * heads * d * 4
+    x, first = scalar_i64(ctx) + task * heads * d * 4, scalar_i64(ctx + 72)
     for h in range(heads):
         head = x + h * d * 4
         for i in range(half):
-            at = head + i * step
+            at = head + first * 4 + i * step
             a, b = scalar_f32(at), scalar_f32(at + other)
             c, s = scalar_f32(cos + i * 4), scalar_f32(sin + i * 4)
             put_f32(at, (a * c - b * s) * scale)
             put_f32(at + other, (a * s + b * c) * scale)
         if scale != f(1):
-            for i in range(n_rot, d):
+            for i in range(first):
+                put_f32(head + i * 4, scalar_f32(head + i * 4) * scale)
+            for i in range(first + n_rot, d):
                 put_f32(head + i * 4, scalar_f32(head + i * 4) * scale)
 
 

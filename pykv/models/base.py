@@ -137,6 +137,11 @@ class Weights:
         self._used.add(name)
         return self._dev.load(self._file.require(name, (n_out, n_in)))
 
+    def heads(self, name: str, shape: tuple[int, int, int]) -> Any:
+        """Matrices [H, n_out, n_in] for `heads_linear`.  Raises GGUFError: as `matrix`."""
+        self._used.add(name)
+        return self._dev.load_heads(self._file.require(name, shape))
+
     def vector(self, name: str, n: int) -> Any:
         """A norm's weight or a bias.  Raises GGUFError: missing, or of another shape."""
         self._used.add(name)

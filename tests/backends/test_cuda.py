@@ -129,6 +129,20 @@ def test_a_weight_without_kernels_is_decoded(caplog):
         assert "blk.0.x has type q8_k, for which there is no GPU kernel" in caplog.text
 
 
+def test_channels_are_cut_out_and_joined():
+    x, y = normal(3, 2, 24), normal(3, 2, 8, seed=1)
+    verbs = Verbs()
+    cut = verbs.result(lambda d, _, x: d.columns(x, 5, 20), x)
+    np.testing.assert_array_equal(cut, x[..., 5:20])
+    joined = verbs.result(lambda d, _, x, y: d.concat(x, y), x, y)
+    np.testing.assert_array_equal(joined, np.concatenate([x, y], -1))
+
+
+def test_matrices_of_heads_are_refused():
+    with pytest.raises(UnsupportedError, match="matrix for each head, .*use --device cpu"):
+        cuda.create(device="cpu").load_heads(source("f32", normal(2, 32, 32), "blk.0.attn_k_b"))
+
+
 def test_a_cache_type_without_kernels_is_refused(monkeypatch):
     backend, formats = cuda.create(device="cpu"), CacheFormats("q4_0", "q4_k", "f16", "f16")
     with pytest.raises(UnsupportedError, match="cache type q4_k has no GPU kernels; use --device"):

@@ -48,6 +48,8 @@ CASES = [
     (["--cache-type-override", "0=k:q8_0;3-4=v:f16"], "cache", "override", "0=k:q8_0;3-4=v:f16"),
     (["--kv-position", "read"], "cache", "position", "read"),
     (["--kv-guard", "off"], "cache", "guard", "off"),
+    (["--kv-policy", "h2o:recent=0.4"], "cache", "policy", "h2o:recent=0.4"),
+    (["--kv-budget", "20%"], "cache", "budget", "20%"),
     (["--temp", "0"], "sampling", "temperature", 0.0),
     (["--temperature", "1.5"], "sampling", "temperature", 1.5),
     (["--top-k", "-1"], "sampling", "top_k", -1),

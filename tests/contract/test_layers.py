@@ -25,7 +25,7 @@ ALLOWED = {
     "backends": {"kernels", "formats"},
     "cache": {"backends", "formats", "policies"},
     "models": {"backends"},
-    "engine": {"models", "cache", "backends", "formats", "gguf", "tokenizer"},
+    "engine": {"models", "cache", "policies", "backends", "formats", "gguf", "tokenizer"},
     "cli": {"engine"},
     "__main__": {"cli"},
     "errors": set(),
