@@ -116,7 +116,10 @@ def test_pages_are_made_of_tokens_of_others(kind, side, page, tail, d, transform
 
 
 class Conversation:
-    """A prompt, its end, single tokens, and a second prompt; what is seen of the first layer."""
+    """A prompt, its end, single tokens, and a second prompt beside one of another sequence.
+
+    `kept` and `sums` are the first layer's.
+    """
 
     def __init__(self, backend, config, first, more, last):
         run = Run(backend, config)
@@ -124,7 +127,8 @@ class Conversation:
         self.sums = self.end(run)
         out.append(run.read(TOKENS[first : first + more], 1))
         if last:
-            out.append(run.read(TOKENS[first + more : first + more + last]))
+            other, at = run.store.new_sequence(), first + more
+            out.append(run.step([(run.sequence, TOKENS[at : at + last]), (other, TOKENS[:2])]))
         self.logits = np.concatenate(out)
         self.kept = [run.store.positions(run.sequence, 0, h) for h in range(2)]
         self.nbytes = run.store.nbytes
@@ -146,7 +150,7 @@ class Conversation:
     [
         (CacheConfig("f16", "f16", policy="sinks", budget="7"), (8, 1, 0)),
         (CacheConfig("f16", "f16", policy="h2o", budget="7"), (8, 2, 0)),
-        (CacheConfig("f16", "f16", policy="snapkv:window=4", budget="12"), (20, 1, 2)),
+        (CacheConfig("f16", "f16", policy="snapkv:window=4", budget="9"), (13, 1, 2)),
     ],
 )  # fmt: skip
 def test_a_model_keeps_what_it_keeps_on_the_cpu(config, sizes, make_cpu):
