@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -188,6 +189,7 @@ class Ending:
     step: Step  # the queries' rows
     queries: dict[int, F32] = field(default_factory=dict)  # by layer: [n, query heads, D]
     held: list[Any] = field(default_factory=list)  # memory that the step's records point to
+    kinds: Counter[str] = field(default_factory=Counter)  # heads by what the policy made of them
 
 
 def ending(rules: Rules, held: Held, paging: Paging, numbers: Any) -> Ending | None:
@@ -271,6 +273,8 @@ def select(
         if len(classes):
             kinds = np.where(view.positions >= 0, classes[tokens[view.positions]], 0)
         window = Window(cells, ending.step.n_rows, kinds.astype(np.uint8))
+        ending.kinds.update(rules.policy.kinds(view, window))
         moves += kept.keep_only(i, list(rules.policy.select(view, window, budget)))
     recent.first = kept.tokens
+    kept.shrink()
     return moves

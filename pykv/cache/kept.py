@@ -210,6 +210,11 @@ class Kept:
                 if pool is not None and len(heads):
                     self.tables[side, layer, heads, wanted[heads]] = self.take(pool, len(heads))
 
+    def shrink(self) -> None:
+        """Give back what arrays have beyond the cells in use, after most were dropped."""
+        self.capacity = max(8, 4 + int(self.cells.max()) // PAGE)
+        self._fit_capacity()
+
     def _fit_capacity(self) -> None:
         """Bring all arrays to the capacity."""
         self._addresses = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import string
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from pykv.cache.store import Store
 from pykv.errors import ConfigError
 from pykv.policies.base import PLAIN, PUNCTUATION, SPECIAL, U8
 from pykv.tokenizer import Tokenizer
+
+log = logging.getLogger("pykv")
 
 if TYPE_CHECKING:
     from pykv.engine.model import Model
@@ -72,3 +75,6 @@ def end_prompt(model: Model, sequence: int, store: Store | None = None) -> None:
         store.abort()
         raise
     store.commit()
+    if ending.kinds:
+        heads = ", ".join(f"{n} {kind}" for kind, n in ending.kinds.most_common())
+        log.info("kv policy %s: heads that keep %s", store.config.policy, heads)

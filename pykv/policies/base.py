@@ -141,6 +141,10 @@ class Policy:
         """Which cells of one layer stay after a prompt, [G, C]; with the sinks at most `budget`."""
         raise NotImplementedError
 
+    def kinds(self, cells: Cells, window: Window) -> list[str]:
+        """What `select` decides a head to be, a word for each KV head; nothing: all are alike."""
+        return []
+
     def _require(self, ok: bool, what: str) -> None:
         if not ok:
             raise ConfigError(f"kv policy {self.name}: {what}; {_settings(type(self))}")

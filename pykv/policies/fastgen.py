@@ -75,6 +75,10 @@ class FastGen(Policy):
         """The class of each KV head, a place in CLASSES, i64 [G]."""
         return self._chosen(cells, window, self._kept(cells, window))
 
+    def kinds(self, cells: Cells, window: Window) -> list[str]:
+        """The class of each KV head in a word."""
+        return [CLASSES[i] for i in self.profile(cells, window)]
+
     def _chosen(self, cells: Cells, window: Window, kept: Bool) -> I64:
         n_kv, n_cells = cells.positions.shape
         paid = window.sums.reshape(n_kv, -1, n_cells).mean(1)  # [G, C]
