@@ -25,6 +25,7 @@ from pykv.backends.base import (
     Choice,
     Chosen,
     LayerShape,
+    Move,
     Rope,
     Step,
     WeightSource,
@@ -34,12 +35,12 @@ from pykv.backends.cuda_choice import choose
 from pykv.backends.cuda_device import device_of, give_back, missing, told, wait
 from pykv.backends.cuda_memory import DeviceMemory, tables_bytes
 from pykv.backends.cuda_steps import Steps
+from pykv.backends.cuda_weights import Weight
 from pykv.errors import NumericsError, UnsupportedError
-from pykv.kernels import elementwise_triton, launch_triton, matvec_triton
+from pykv.kernels import elementwise_triton, matvec_triton
 
 PANEL_BYTES = 64 << 20  # of a weight that is decoded at a time for a prompt
 GRAPH_BYTES = 128 << 20  # about what graphs compute in, and cuBLAS on two streams
-UPLOAD_BYTES = 64 << 20  # of a weight that is copied at a time
 LOADING = "use a smaller model, or --device cpu"  # what to do where memory is short
 RUNNING = "use a smaller --ubatch-size, --ctx-size or --cache-type-k and -v"
 TOP_EXPONENT = 10  # a prompt's inputs are scaled to below 2**10 before they become float16
@@ -47,39 +48,6 @@ PRODUCTS = 3  # that share a launch
 LEAST_EXPONENT = -116  # of a row of a prompt's inputs: beyond, its power of two overflows
 
 __all__ = ["CudaBackend", "create", "missing"]
-
-
-class Weight:
-    """A matrix [n_out, n_in] as it lies in the file; `data` is on the device once uploaded."""
-
-    data: torch.Tensor
-    table: torch.Tensor
-
-    def __init__(self, tensor: WeightSource) -> None:
-        self.n_out, self.n_in = tensor.shape if len(tensor.shape) == 2 else (1, tensor.shape[0])
-        self.type, host = tensor.type, tensor.data
-        if not plan.has_gpu_weight(tensor):
-            self.type = "f32"
-            host = plan.decode(tensor).reshape(self.n_out, self.n_in).view(np.uint8)
-        self._host = host.reshape(self.n_out, -1)
-        self.row_bytes = self._host.shape[1]
-        self.nbytes = self._host.nbytes
-        self.uploaded = False
-        self.panel_type: torch.dtype | None = None  # float16, or float32 where that overflows
-
-    def upload(self, device: torch.device) -> None:
-        """Copy it to the device, once."""
-        if self.uploaded:
-            return
-        self.data = torch.empty(self._host.shape, dtype=torch.uint8, device=device)
-        rows = max(1, UPLOAD_BYTES // self.row_bytes)
-        for first in range(0, self.n_out, rows):
-            part = torch.from_numpy(np.array(self._host[first : first + rows]))
-            self.data[first : first + rows].copy_(part)
-        self.table = torch.tensor(
-            launch_triton.table(self.type), dtype=torch.float32, device=device
-        )
-        self.uploaded = True
 
 
 @dataclass
@@ -101,7 +69,7 @@ class CudaBackend(Backend):
     does not depend on the rows beside it.
     """
 
-    name, chooses = "cuda", True
+    name, chooses, keeps = "cuda", True, True
 
     def __init__(
         self,
@@ -191,6 +159,19 @@ class CudaBackend(Backend):
     def choose(self, graph: Any, step: Step, choice: Choice) -> Chosen:  # noqa: D102
         chosen: Chosen = self._run(graph, step, lambda logits: choose(logits[0], choice))
         return chosen
+
+    def prepare_moves(  # noqa: D102
+        self, shapes: Sequence[LayerShape], formats: Sequence[CacheFormats]
+    ) -> None:
+        self.plan[2:] = ["decoding: a launch for each kernel, as a policy decides after each token"]
+
+    def move(self, step: Step, moves: Sequence[Move]) -> None:  # noqa: D102
+        with self._lock, told(self._device, RUNNING):
+            self._steps.move(step, moves)
+
+    def window_sums(self, step: Step, layer: int, queries: F32) -> F32:  # noqa: D102
+        with self._lock, told(self._device, RUNNING):
+            return self._steps.window_sums(step, layer, queries)
 
     def _run(self, graph: Any, step: Step, then: Callable[[torch.Tensor], Any]) -> Any:
         with self._lock, told(self._device, RUNNING):

@@ -8,22 +8,30 @@ are encoded after it, layer by layer, since nothing of it sees them encoded.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from pykv.backends.base import I64, PAGE, CacheFormats, LayerShape, Rope, Step
+from pykv.backends import cuda_kept
+from pykv.backends.base import I64, PAGE, LayerShape, Move, Rope, Step
+from pykv.backends.cuda_kept import OfRows
+from pykv.backends.cuda_maps import LayerMaps
 from pykv.backends.cuda_memory import Changing, DeviceMemory, Tables, capacity_for
-from pykv.backends.page_maps import PageMaps, Turns
+from pykv.backends.page_maps import Turns
 from pykv.errors import NumericsError
-from pykv.kernels import attention_triton, encode_triton, launch_triton, write_triton
+from pykv.kernels import (
+    attention_triton,
+    encode_triton,
+    launch_triton,
+    statistics_triton,
+    write_triton,
+)
 from pykv.kernels.jit_triton import FUSED
 
 MOST_ROWS = 8  # that decoding takes at a time
 PROGRAMS = 16  # of decoding, about so many for each multiprocessor: a few at a time, often enough
-LEAST_SHARED = 64 << 10  # bytes that every GPU has for a block
 
 
 def upto(n: int) -> int:
@@ -36,17 +44,15 @@ def chunks_for(n_ctx: int) -> int:
     return -(-capacity_for(n_ctx) // int(attention_triton.CHUNK))
 
 
+def chunks_of(records: I64) -> int:
+    """Chunks that the longest row of records [..., RECORD] sees."""
+    entries = 2 + int(records[..., 5].max(initial=0)) // PAGE
+    return -(-entries // int(attention_triton.CHUNK))
+
+
 def sums_bytes(shape: LayerShape, rows: int, n_ctx: int) -> int:
     """Of partial sums and their statistics, where pages are mapped."""
     return rows * shape.n_head * chunks_for(n_ctx) * (2 * upto(shape.d_v) + 2) * 4
-
-
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a block of threads can have."""
-    if device.type != "cuda":
-        return LEAST_SHARED
-    found = torch.cuda.get_device_properties(device)
-    return int(getattr(found, "shared_memory_per_block_optin", 0) or LEAST_SHARED)
 
 
 def _programs(device: torch.device) -> int:
@@ -54,42 +60,6 @@ def _programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-class LayerMaps:
-    """What a layer's kernels read beside pages, and their compile-time parameters."""
-
-    def __init__(
-        self, shape: LayerShape, formats: CacheFormats, numbers: Sequence[Any], device: torch.device
-    ) -> None:
-        maps = PageMaps(shape, formats, numbers)
-        self.d_k, self.d_v = maps.d_k, maps.d_v  # of pages
-
-        def far(array: Any) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-        self.extra_k = far(launch_triton.extra(formats.page_k, maps.extra_k))
-        self.extra_v = far(launch_triton.extra(formats.page_v, maps.extra_v))
-        # [KV heads or 1, D, R], as they are without their filling
-        self.matrix_k = None if maps.matrix_k is None else far(maps.matrix_k[..., : maps.d_k])
-        self.matrix_v = None if maps.matrix_v is None else far(maps.matrix_v[..., : maps.d_v])
-        types = formats.page_k, formats.page_v
-        tails = formats.tail_k, formats.tail_v
-        self.mapped = self.matrix_v is not None
-        nvidia = device.type == "cuda" and torch.version.hip is None
-        self.fixed = launch_triton.attention(
-            types, (shape.d_k, shape.d_v), (maps.d_k, maps.d_v), self.mapped, tails,
-            launch_triton.operand(types + tails), precision=launch_triton.precision(nvidia),
-        ) | {"ENCODED": not formats.exact}  # fmt: skip
-        turned, room = formats.position == "read", _shared_bytes(device)
-        self.of_rows, self.of_prompts = (
-            launch_triton.options(types, self.fixed, prompt, room, turned, nvidia)
-            for prompt in (False, True)
-        )
-        self.lines = launch_triton.prompt_lines(self.fixed, room, turned)
-        page_d = maps.d_v if self.mapped else None
-        self.combination = launch_triton.combination(shape.n_head, shape.d_v, page_d)
-        self.size = launch_triton.sums(shape.d_v, page_d)
 
 
 Moves = list[list[list[slice]]]  # of each round, layer and side: where its moves lie
@@ -106,15 +76,17 @@ class CudaAttention:
         self, device: torch.device, step: Step, maps: Sequence[LayerMaps], tables: Tables,
         deterministic: bool,
     ) -> None:  # fmt: skip
-        self._device, self._maps, self._deterministic = device, maps, deterministic
+        self.device, self._maps, self._deterministic = device, maps, deterministic
         self._blank = torch.zeros(1, dtype=torch.float32, device=device)
         self.step = step
         self._pool = step.memory.pool if isinstance(step.memory, DeviceMemory) else self._blank
         self.moves: Moves = []
         self.far_moves = torch.empty(0, 2, dtype=torch.int64, device=device)
-        self._ropes: dict[int, tuple[Rope, Changing]] = {}
+        self._ropes: dict[tuple[int, str], tuple[Rope, Changing]] = {}
         self._turns: dict[int, tuple[Rope, tuple[torch.Tensor, ...]]] = {}
-        self._chunks = chunks_for(step.n_ctx)
+        # a text under a policy may be longer than the context
+        self._chunks = max(chunks_for(step.n_ctx), chunks_of(step.records))
+        self._queries: list[tuple[I64, torch.Tensor]] = []  # that a policy wants, and where
         self._partial: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         arrays: dict[str, Any] = {
             "tokens": step.tokens, "positions": step.positions, "outputs": step.outputs,
@@ -133,8 +105,9 @@ class CudaAttention:
         host["tokens"][:], host["positions"][:] = step.tokens, step.positions
         host["outputs"][:], host["flags"][:] = step.outputs, 0
         tables.records(step, host["records"])
-        for rope, turned in self._ropes.values():
-            turned.host["cos"][:], turned.host["sin"][:] = rope.tables(step.positions)
+        self._mirror = cuda_kept.mirrored(step, host["records"], self.device)
+        for (_, kind), (rope, turned) in self._ropes.items():
+            turned.host["cos"][:], turned.host["sin"][:] = rope.tables(self._places(kind))
             turned.send()
         self.changing.send()
 
@@ -149,6 +122,14 @@ class CudaAttention:
             )
         return [(int(layer), int(flags[layer, 2])) for layer in np.flatnonzero(flags[:, 2])]
 
+    def collect(self) -> None:
+        """Bring what a policy wants to know to where the records say."""
+        if self._mirror is not None:
+            self._mirror.collect()
+        for addresses, queries in self._queries:
+            cuda_kept.put(addresses, queries)
+        self._queries = []
+
     # launching
 
     def attend(
@@ -156,57 +137,111 @@ class CudaAttention:
         scale: float,
     ) -> torch.Tensor:  # fmt: skip
         """One layer's attention, [T, H * D]; q and k are turned where they lie."""
+        if cuda_kept.policy_of(self.step, layer) is not None:
+            return cuda_kept.attend(self, layer, q, k, v, rope, scale)
         shape, formats = self.step.shapes[layer], self.step.formats[layer]
         records, flags = (self.changing.far[name][layer] for name in ("records", "flags"))
         tails, at_read = (formats.tail_k, formats.tail_v), formats.position == "read"
-        cos, sin, n_rot, neox = self._angles(rope)
+        cos, sin = (None, None) if rope is None else self.angles(rope, "write")
+        n_rot, neox = (0, False) if rope is None else (rope.n_rot, rope.neox)
         # later rounds' tokens lie in tail pages of their own, and no query sees what follows it
         write_triton.rope_write(
             self._pool, records, self.changing.far["rows"], q, k, v, cos, sin, flags, tails,
             n_rot, neox, not at_read,
         )  # fmt: skip
-        q_pages = self._turned(q, self._maps[layer].matrix_k)
+        self.keep_queries(layer, q, scale)
+        q_pages = self.key_queries(layer, q)
         out = self._empty(len(q), shape.n_head * shape.d_v)
-        turns = self._read_angles(rope) if at_read else (self._blank,) * 4
-        fixed = self._maps[layer].fixed
-        fixed = fixed | {"N_ROT": n_rot if at_read else 0, "NEOX": neox}
+        fixed, turns = self.turns(layer, rope)
         few = len(q) <= MOST_ROWS or self._deterministic
         for number, round_ in enumerate(self.step.rounds):
             if few:
-                rows = self.changing.far[f"rows{number}"]
-                for first in range(0, len(rows), MOST_ROWS):
-                    part = rows[first : first + MOST_ROWS]
-                    self._attend_rows(layer, part, q, q_pages, out, turns, scale, fixed)
+                for part in self.some_rows(number):
+                    self.attend_rows(layer, part, q, q_pages, out, turns, scale, fixed)
             else:
                 for s in round_.segments:
                     mine = slice(s.first, s.first + s.count)
                     self._attend_prompt(layer, mine, q, q_pages, out, turns, scale, fixed)
-            if self.moves and self.moves[number]:
-                self.encode(layer, [self.far_moves[part] for part in self.moves[number][layer]])
+            self.encode_round(number, layer)
         return out
 
-    def _angles(self, rope: Rope | None) -> tuple[Any, Any, int, bool]:
-        """cos and sin f32 [T, pairs] of the batch, channels that turn, and whether NEOX pairs."""
-        if rope is None:
-            return None, None, 0, False
-        if id(rope) not in self._ropes:
-            cos, sin = rope.tables(self.step.positions)
-            turned = Changing(self._device, {"cos": cos, "sin": sin})
-            turned.send()
-            self._ropes[id(rope)] = (rope, turned)
-        far = self._ropes[id(rope)][1].far
-        return far["cos"], far["sin"], rope.n_rot, rope.neox
+    def some_rows(self, number: int) -> Iterator[torch.Tensor]:
+        """A round's rows, as many at a time as decoding takes."""
+        rows = self.changing.far[f"rows{number}"]
+        for first in range(0, len(rows), MOST_ROWS):
+            yield rows[first : first + MOST_ROWS]
 
-    def _read_angles(self, rope: Rope | None) -> tuple[torch.Tensor, ...]:
+    def record(self, layer: int, row: int) -> I64:
+        """A row's record; its tables lie in the process's memory where a policy has kept them."""
+        own: I64 = self.step.records[layer, row]
+        known = own if own[cuda_kept.WORDS] else self.changing.host["records"][layer, row]
+        return known.copy()
+
+    def encode_round(self, number: int, layer: int) -> None:
+        """Encode the pages of a layer that are full after a round, if they are to be now."""
+        if self.moves and self.moves[number]:
+            self.encode(layer, [self.far_moves[part] for part in self.moves[number][layer]])
+
+    def write(
+        self, layer: int, records: torch.Tensor, rows: torch.Tensor, k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Put rows' keys and values, as they are, where a policy gave them their places."""
+        formats, flags = self.step.formats[layer], self.changing.far["flags"][layer]
+        tails = formats.tail_k, formats.tail_v
+        write_triton.write(self._pool, records, rows, k, v, flags, tails, kept=True)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Make pages of tokens of other pages."""
+        cuda_kept.move(self.device, self._pool, self._maps, self.step, moves)
+
+    def keep_queries(self, layer: int, q: torch.Tensor, scale: float) -> None:
+        """Copy turned queries that a policy wants, to be brought to it after the batch."""
+        policy = self.step.policy
+        if policy is not None and policy.queries and self.step.shapes[layer].window == 0:
+            rows = np.flatnonzero(self.step.records[layer, :, cuda_kept.QUERIES])
+            if len(rows):
+                places = self.step.records[layer, rows, cuda_kept.QUERIES]
+                self._queries.append((places, q[torch.from_numpy(rows)] * scale))
+
+    def _places(self, kind: str) -> I64:
+        """Positions by which queries are turned: their own, or by place; see base.Policy."""
+        policy = self.step.policy
+        if policy is None or kind == "write":
+            return self.step.positions
+        places = policy.sink_places if kind == "sinks" else policy.places
+        return self.step.positions if places is None else places
+
+    def angles(self, rope: Rope, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin f32 [T, pairs] of the batch, by positions of a kind."""
+        if (id(rope), kind) not in self._ropes:
+            cos, sin = rope.tables(self._places(kind))
+            turned = Changing(self.device, {"cos": cos, "sin": sin})
+            turned.send()
+            self._ropes[id(rope), kind] = (rope, turned)
+        far = self._ropes[id(rope), kind][1].far
+        return far["cos"], far["sin"]
+
+    def turns(self, layer: int, rope: Rope | None) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """Compile-time parameters of a layer's attention, and angles for keys turned when read."""
+        fixed, at_read = self._maps[layer].fixed, self.step.formats[layer].position == "read"
+        neox = rope is not None and rope.neox
+        if rope is None or not at_read:
+            return fixed | {"N_ROT": 0, "NEOX": neox}, (self._blank,) * 4
+        return fixed | {"N_ROT": rope.n_rot, "NEOX": neox}, self._read_angles(rope)
+
+    def _read_angles(self, rope: Rope) -> tuple[torch.Tensor, ...]:
         """Angles for keys that are stored before RoPE, for every entry of a table."""
-        if rope is None:
-            return (self._blank,) * 4
         if id(rope) not in self._turns:
             sinks = int(self.step.records[0, 0, 3])
-            turns = Turns(rope, sinks, capacity_for(self.step.n_ctx))
-            far = tuple(torch.from_numpy(t).to(self._device) for t in turns.tables)
+            turns = Turns(rope, sinks, self._chunks * int(attention_triton.CHUNK))
+            far = tuple(torch.from_numpy(t).to(self.device) for t in turns.tables)
             self._turns[id(rope)] = (rope, far)
         return self._turns[id(rope)][1]
+
+    def key_queries(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Queries [T, H, D] as the layer's key pages want them."""
+        return self._turned(q, self._maps[layer].matrix_k)
 
     def _turned(self, x: torch.Tensor, matrix: torch.Tensor | None) -> torch.Tensor:
         """Queries [T, H, D] as the key pages want them: each KV head's group through its map."""
@@ -224,38 +259,57 @@ class CudaAttention:
         by_head = x.reshape(len(x), len(matrix), -1, x.shape[2])
         return torch.einsum("tghd,gdr->tghr", by_head, matrix).reshape(*x.shape[:2], -1)
 
-    def _sums(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def room(self, layer: int) -> int:
+        """Chunks of a row under a policy, which may be more than at the batch's beginning."""
+        return max(self._chunks, chunks_of(self.step.records[layer]))
+
+    def _sums(self, layer: int, rows: int, chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for partial sums of some rows; layers follow each other and share it."""
-        n, size = rows * self.step.shapes[layer].n_head * self._chunks, self._maps[layer].size
+        n, size = rows * self.step.shapes[layer].n_head * chunks, self._maps[layer].size
         if (n, size) not in self._partial:
             self._partial[n, size] = self._empty(n * size), self._empty(n * 2)
         return self._partial[n, size]
 
     def _empty(self, *shape: int) -> torch.Tensor:
         # whatever type and device an application has made the default
-        return torch.empty(shape, dtype=torch.float32, device=self._device)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
 
-    def _attend_rows(
+    def attend_rows(
         self, layer: int, rows: torch.Tensor, q: torch.Tensor, q_pages: torch.Tensor,
         out: torch.Tensor, turns: tuple[torch.Tensor, ...], scale: float, fixed: dict[str, Any],
+        kept: OfRows | None = None,
     ) -> None:  # fmt: skip
+        """Launches for some rows; `kept`: what a policy asks of them, where one acts."""
         shape, maps, count = self.step.shapes[layer], self._maps[layer], len(rows)
         group = shape.n_head // shape.n_kv
-        records = self.changing.far["records"][layer]
-        partial, stats = self._sums(layer, count)
-        splits = min(-(-_programs(self._device) // (count * shape.n_kv)), self._chunks)
+        records, chunks, q_sinks = self.changing.far["records"][layer], self._chunks, q
+        if kept is not None:
+            records, chunks = kept.records, kept.chunks
+            q_sinks = q if kept.q_sinks is None else kept.q_sinks
+        partial, stats = self._sums(layer, count, chunks)
+        splits = min(-(-_programs(self.device) // (count * shape.n_kv)), chunks)
+        tile = {"GROUP": group, "TILE": max(launch_triton.LEAST_DOT, launch_triton.upto(group))}
+        tile |= {"SINKS": q_sinks is not q}
         attention_triton.attend_rows[count, shape.n_kv, splits](
-            self._pool, records, rows, q, q_pages, partial, stats, maps.extra_k, maps.extra_v,
-            maps.extra_k.shape[1], maps.extra_v.shape[1], shape.n_kv, self._chunks, splits,
-            scale * math.log2(math.e), *turns, GROUP=group,
-            TILE=max(launch_triton.LEAST_DOT, launch_triton.upto(group)), **fixed, **maps.of_rows,
-            **FUSED,
+            self._pool, records, rows, q, q_pages, q_sinks, partial, stats, maps.extra_k,
+            maps.extra_v, maps.extra_k.shape[1], maps.extra_v.shape[1], shape.n_kv, chunks, splits,
+            scale * math.log2(math.e), *turns, KEPT=kept is not None, **tile, **fixed,
+            **maps.of_rows, **FUSED,
         )  # fmt: skip
         pages = self._empty(len(q), shape.n_head, maps.d_v) if maps.mapped else out
         attention_triton.combine[count, shape.n_head](
-            records, rows, partial, stats, out, pages, self._chunks, maps.size,
+            records, rows, partial, stats, out, pages, chunks, maps.size,
             **maps.combination, **FUSED,
         )  # fmt: skip
+        if kept is not None and kept.sums:
+            each = self._blank if kept.each is None else kept.each
+            room = 0 if kept.each is None else kept.each.shape[2]
+            statistics_triton.column_sums[count, shape.n_kv, splits](
+                self._pool, records, rows, q, q_pages, q_sinks, stats, each, maps.extra_k,
+                maps.extra_k.shape[1], shape.n_kv, chunks, splits, room, scale * math.log2(math.e),
+                *turns, EACH=kept.each is not None, **tile, **statistics_triton.parameters(fixed),
+                **maps.of_rows, **FUSED,
+            )  # fmt: skip
         if maps.mapped:
             if count == len(q):  # they are all of the batch, in order
                 out += self._back(layer, pages)

@@ -163,9 +163,11 @@ class Tables:
 
     def update(self, step: Step) -> None:
         """Bring the batch's tables up to date."""
-        capacity = capacity_for(step.n_ctx)
         for part in step.parts:
             tables = part.sequence.tables
+            capacity = capacity_for(step.n_ctx)
+            if part.high > capacity:  # a policy lets the text pass the context
+                capacity = tables.shape[3]
             copy, low = self._copies.get(part.sequence), part.low
             if copy is None or copy.known.shape[3] < capacity:
                 copy, low = _Copy(tables, capacity, self._device), 0

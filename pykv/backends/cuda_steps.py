@@ -2,21 +2,23 @@
 
 When a step is first met its launches are made one by one, which compiles what it needs; when as
 many rows come again they are captured as well, and replayed from then on. Pages that a step fills
-are encoded after it, which is a graph of its own. Where graphs cannot be had the same launches
-are made each time.
+are encoded after it, which is a graph of its own. Where graphs cannot be had, and under a policy,
+the same launches are made each time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pykv.backends.base import Step
-from pykv.backends.cuda_attention import MOST_ROWS, CudaAttention, LayerMaps, moves_of
+from pykv.backends import cuda_kept
+from pykv.backends.base import F32, Move, Step
+from pykv.backends.cuda_attention import MOST_ROWS, CudaAttention, moves_of
+from pykv.backends.cuda_maps import LayerMaps
 from pykv.backends.cuda_memory import Changing, Tables
 
 log = logging.getLogger("pykv")
@@ -59,10 +61,24 @@ class Steps:
 
     def run(self, graph: Any, step: Step, forward: Forward) -> tuple[torch.Tensor, CudaAttention]:
         """Logits on the device, [outputs, V], and the batch, which knows what went wrong."""
+        if step.policy is not None:
+            batch = self._batch(step)
+            batch.move(step.policy.moves)
+            logits = self._read(step, batch, forward)
+            batch.collect()
+            return logits, batch
         if step.n_rows > MOST_ROWS or len(step.rounds) > 1:
             batch = self._batch(step)
             return self._read(step, batch, forward), batch
         return self._decode(graph, step, forward)
+
+    def move(self, step: Step, moves: Sequence[Move]) -> None:
+        """Make pages of tokens of other pages."""
+        self._batch(step).move(moves)
+
+    def window_sums(self, step: Step, layer: int, queries: F32) -> F32:
+        """See Backend.window_sums."""
+        return cuda_kept.window_sums(self._batch(step), layer, queries)
 
     def _batch(self, step: Step) -> CudaAttention:
         key = id(step.formats)

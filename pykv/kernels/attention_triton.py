@@ -1,6 +1,6 @@
 """Attention over the pages of a cache on the GPU, written once for all formats.
 
-A row is one query token; records and tables are those of attention_numba.py, in device memory, but
+A row is one query token; records and tables are those of backends/base.py, in device memory, but
 that tables hold places in the pool of pages. A program takes one row, one KV head and every
 `splits`-th chunk of eight table entries, and decodes a page once for all query heads of the group.
 It walks only the chunks that the row sees, which the record says, so that the grid may be the same
@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 
 from pykv.kernels.jit_triton import device
-from pykv.kernels.plain_triton import PAGE, key_tile, page_at, value_tile
+from pykv.kernels.plain_triton import PAGE, page_at, value_tile
 from pykv.kernels.slices_triton import (
     MASKED,
-    add_scores,
-    page_keys,
+    page_scores,
     page_values,
     queries,
     slices,
     store_sums,
+    tail_scores,
     weights,
     width_of,
     zero_sums,
@@ -52,8 +52,27 @@ def tables(record, h):
 
 
 @device
+def kept_by(record, h, encoded, keys, KEPT: tl.constexpr):
+    """A KV head's place, and pages encoded, and of each entry the bits of slots with a token."""
+    if KEPT:
+        words = tl.load(record + 8).to(tl.pointer_type(tl.int64)) + h * 2
+        alive = tl.load(record + 9).to(tl.pointer_type(tl.int64)) + h * tl.load(record + 2)
+        place, encoded = tl.load(words), tl.load(words + 1)
+    else:
+        place, alive = tl.load(record + 5), keys
+    return place, encoded, alive
+
+
+@device
+def holds(alive, e):
+    """Which of an entry's slots [64] hold a token."""
+    return (tl.load(alive + e) >> tl.arange(0, PAGE) & 1) != 0
+
+
+@device
 def walk(
-    pool, keys, values, first, last, sinks, encoded, query, across, page_query, position, low,
+    pool, keys, values, alive, first, last, sinks, encoded, query, across, page_query, sink_query,
+    sink_across, position, low,
     k_extra, v_extra, offset_cos, offset_sin, start_cos, start_sin,
     LINES: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr,
     WIDTH_V: tl.constexpr, SLICE_K: tl.constexpr, SLICE_V: tl.constexpr, PAGE_K: tl.constexpr,
@@ -64,10 +83,11 @@ def walk(
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_PARAMETERS: tl.constexpr, k_level: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_PARAMETERS: tl.constexpr, v_level: tl.constexpr,
     N_ROT: tl.constexpr, NEOX: tl.constexpr, K_OUTLIERS: tl.constexpr, K_PLACES: tl.constexpr,
-    V_OUTLIERS: tl.constexpr, V_PLACES: tl.constexpr,
+    V_OUTLIERS: tl.constexpr, V_PLACES: tl.constexpr, KEPT: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Table entries `first` to `last` for queries [LINES, WIDTH_K] at their positions.
 
+    KEPT: only slots count whose bit is set in `alive`. SINKS: sinks have queries of their own.
     Returns log2 of the largest weight and the weights' sum [LINES], the sums of the values' slices
     and halves, and where values of pages are mapped these pages' sums.
     """
@@ -76,19 +96,14 @@ def walk(
     if ENCODED:
         for e in range(tl.maximum(first, 1), tl.minimum(last, encoded) + 1):
             k_page, v_page = page_at(pool, keys + e), page_at(pool, values + e)
-            s = tl.zeros((LINES, PAGE), tl.float32)
-            for i in tl.static_range(slices(PAGE_WIDTH_K, PAGE_SLICE_K)):
-                k = page_keys(
-                    k_page, k_extra, i * PAGE_SLICE_K, PAGE_K,
-                    width_of(i, PAGE_WIDTH_K, PAGE_SLICE_K), K_BITS, K_AXIS, K_PARAMETERS, k_level,
-                    K_OUTLIERS, K_PLACES,
-                )  # fmt: skip
-                s = add_scores(
-                    s, k, page_query[i], across[i if N_ROT > 0 else 0], i * PAGE_SLICE_K, e,
-                    offset_cos, offset_sin, start_cos, start_sin,
-                    width_of(i, PAGE_WIDTH_K, PAGE_SLICE_K), OPERAND, PRECISION, N_ROT, NEOX,
-                )  # fmt: skip
+            s = page_scores(
+                k_page, k_extra, page_query, across, e, offset_cos, offset_sin, start_cos,
+                start_sin, LINES, PAGE_K, PAGE_WIDTH_K, PAGE_SLICE_K, OPERAND, PRECISION, K_BITS,
+                K_AXIS, K_PARAMETERS, k_level, N_ROT, NEOX, K_OUTLIERS, K_PLACES,
+            )  # fmt: skip
             seen = visible(t + (sinks + (e - 1) * PAGE), position, low)
+            if KEPT:
+                seen = seen & holds(alive, e)[None, :]
             m, total, shrink, p = weights(s, seen, m, total, OPERAND)
             sums = ()
             for i in tl.static_range(2 * slices(PAGE_WIDTH_V, PAGE_SLICE_V)):
@@ -111,16 +126,15 @@ def walk(
         slots = tl.where(n == 0, (sinks + 15) // 16 * 16, PAGE)
         k_tail = page_at(pool, keys + e).to(tl.pointer_type(TAIL_K))
         v_tail = page_at(pool, values + e).to(tl.pointer_type(TAIL_V))
-        s = tl.zeros((LINES, PAGE), tl.float32)
-        for i in tl.static_range(slices(WIDTH_K, SLICE_K)):
-            c = tl.arange(0, width_of(i, WIDTH_K, SLICE_K)) + i * SLICE_K
-            s = add_scores(
-                s, key_tile(k_tail, c, slots, D_K), query[i], across[i if N_ROT > 0 else 0],
-                i * SLICE_K, e, offset_cos, offset_sin, start_cos, start_sin,
-                width_of(i, WIDTH_K, SLICE_K), OPERAND, PRECISION, N_ROT, NEOX,
-            )  # fmt: skip
+        s = tail_scores(
+            k_tail, slots, query, across, sink_query, sink_across, e, offset_cos, offset_sin,
+            start_cos, start_sin, LINES, D_K, WIDTH_K, SLICE_K, OPERAND, PRECISION, N_ROT, NEOX,
+            SINKS,
+        )  # fmt: skip
         there = t < tl.where(n == 0, sinks, PAGE)
         seen = visible(t + start, position, low) & there[None, :]
+        if KEPT:
+            seen = seen & holds(alive, e)[None, :]
         # slots that were never written may hold anything
         written = (there & (t + start <= tl.max(position, 0)))[:, None]
         m, total, shrink, p = weights(s, seen, m, total, OPERAND)
@@ -157,7 +171,7 @@ def chunks_seen(record):
 
 @triton.jit(do_not_specialize=["chunks", "splits"])
 def attend_rows(
-    pool, records, rows, q, q_pages, partial, stats,
+    pool, records, rows, q, q_pages, q_sinks, partial, stats,
     extra_k, extra_v, extra_k_stride, extra_v_stride, n_kv, chunks, splits, scale,
     offset_cos, offset_sin, start_cos, start_sin,
     GROUP: tl.constexpr, TILE: tl.constexpr,
@@ -169,7 +183,7 @@ def attend_rows(
     K_BITS: tl.constexpr, K_AXIS: tl.constexpr, K_PARAMETERS: tl.constexpr, k_level: tl.constexpr,
     V_BITS: tl.constexpr, V_AXIS: tl.constexpr, V_PARAMETERS: tl.constexpr, v_level: tl.constexpr,
     N_ROT: tl.constexpr, NEOX: tl.constexpr, K_OUTLIERS: tl.constexpr, K_PLACES: tl.constexpr,
-    V_OUTLIERS: tl.constexpr, V_PLACES: tl.constexpr,
+    V_OUTLIERS: tl.constexpr, V_PLACES: tl.constexpr, KEPT: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Partial sums f32 [rows, heads, chunks, size] and stats [..., 2] (log2 maximum, total).
 
@@ -179,19 +193,27 @@ def attend_rows(
     tl.dot takes. ENCODED: whether there are pages, beside sinks and tail.
     MAPPED: the pages' sums lie behind the others, PAGE_V wide. N_ROT: keys are stored before RoPE,
     which turns so many channels when they are read; 0: as they are to be read. K_OUTLIERS and
-    V_OUTLIERS: a page's, and K_PLACES and V_PLACES these rounded up for tl.dot.
+    V_OUTLIERS: a page's, and K_PLACES and V_PLACES these rounded up for tl.dot. KEPT: what a policy
+    has kept is said in the records, for each KV head; SINKS: sinks meet q_sinks, shaped as q.
     """
     i, h, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     number = tl.load(rows + i).to(tl.int64)
     record = records + number * RECORD
     keys, values, sinks, encoded = tables(record, h)
-    position, low = tl.load(record + 5), tl.load(record + 6)
+    position, encoded, alive = kept_by(record, h, encoded, keys, KEPT)
+    low = tl.load(record + 6)
     g, heads = tl.arange(0, TILE), n_kv * GROUP
     real, line = g < GROUP, number * heads + h * GROUP + g
     query, across, page_query = queries(
         q, q_pages, line, real, scale, D_K, WIDTH_K, SLICE_K, PAGE_K, PAGE_WIDTH_K, PAGE_SLICE_K,
         OPERAND, N_ROT, NEOX,
     )  # fmt: skip
+    sink_query, sink_across = query, across
+    if SINKS:
+        sink_query, sink_across, _ = queries(
+            q_sinks, q_sinks, line, real, scale, D_K, WIDTH_K, SLICE_K, D_K, WIDTH_K, SLICE_K,
+            OPERAND, N_ROT, NEOX,
+        )  # fmt: skip
     begin, final = first_entry(low, sinks), entry_of(position, sinks)
     WIDTH: tl.constexpr = (D_V + 31) // 32 * 32
     SIZE: tl.constexpr = WIDTH + ((PAGE_V + 31) // 32 * 32 if MAPPED else 0)
@@ -200,16 +222,16 @@ def attend_rows(
     oldest += (split + splits - oldest % splits) % splits
     for chunk in range(oldest, newest + 1, splits):
         m, total, acc, shrink, acc_pages = walk(
-            pool, keys, values, tl.maximum(begin, chunk * CHUNK),
+            pool, keys, values, alive, tl.maximum(begin, chunk * CHUNK),
             tl.minimum(final, chunk * CHUNK + CHUNK - 1), sinks, encoded, query, across, page_query,
-            position + g * 0, low + g * 0,
+            sink_query, sink_across, position + g * 0, low + g * 0,
             extra_k + h * extra_k_stride, extra_v + h * extra_v_stride,
             offset_cos, offset_sin, start_cos, start_sin,
             TILE, D_K, D_V, WIDTH_K, WIDTH_V, SLICE_K, SLICE_V, PAGE_K, PAGE_V,
 PAGE_WIDTH_K, PAGE_WIDTH_V, PAGE_SLICE_K, PAGE_SLICE_V,
             MAPPED, ENCODED, OPERAND, PRECISION, TAIL_K, TAIL_V, K_BITS, K_AXIS, K_PARAMETERS,
             k_level, V_BITS, V_AXIS, V_PARAMETERS, v_level, N_ROT, NEOX,
-            K_OUTLIERS, K_PLACES, V_OUTLIERS, V_PLACES,
+            K_OUTLIERS, K_PLACES, V_OUTLIERS, V_PLACES, KEPT, SINKS,
         )  # fmt: skip
         place = (i * heads + h * GROUP + g) * chunks + chunk
         store_sums(partial, place, SIZE, real, acc, 1.0, WIDTH_V, SLICE_V, WIDTH)
@@ -260,14 +282,15 @@ def attend_prompt(
     )  # fmt: skip
     first, last = first_entry(tl.min(low, 0), sinks), entry_of(tl.max(position, 0), sinks)
     m, total, acc, shrink, acc_pages = walk(
-        pool, keys, values, first, last, sinks, encoded, query, across, page_query, position, low,
+        pool, keys, values, keys, first, last, sinks, encoded, query, across, page_query, query,
+        across, position, low,
         extra_k + h * extra_k_stride, extra_v + h * extra_v_stride,
         offset_cos, offset_sin, start_cos, start_sin,
         LINES, D_K, D_V, WIDTH_K, WIDTH_V, SLICE_K, SLICE_V, PAGE_K, PAGE_V,
 PAGE_WIDTH_K, PAGE_WIDTH_V, PAGE_SLICE_K, PAGE_SLICE_V,
         MAPPED, ENCODED, OPERAND, PRECISION, TAIL_K, TAIL_V, K_BITS, K_AXIS, K_PARAMETERS, k_level,
         V_BITS, V_AXIS, V_PARAMETERS, v_level, N_ROT, NEOX,
-        K_OUTLIERS, K_PLACES, V_OUTLIERS, V_PLACES,
+        K_OUTLIERS, K_PLACES, V_OUTLIERS, V_PLACES, False, False,
     )  # fmt: skip
     share = 1.0 / total[:, None]
     store_sums(out, line, D_V, real, acc, share, WIDTH_V, SLICE_V, D_V)

@@ -12,6 +12,7 @@ import triton.language as tl
 from pykv.kernels import outliers_triton
 from pykv.kernels.coded_triton import key_slice, value_slice
 from pykv.kernels.jit_triton import device
+from pykv.kernels.plain_triton import PAGE, key_tile
 from pykv.kernels.position_triton import offsets, pair_of, partner, turned_query
 
 MASKED = tl.constexpr(-1.0e30)
@@ -100,6 +101,50 @@ def page_keys(
         c = tl.arange(0, WIDTH) + first
         k += outliers_triton.of_keys(page, extra, c, D, BITS, level, N, PLACES)
     return k
+
+
+@device
+def page_scores(
+    page, extra, query, across, e, offset_cos, offset_sin, start_cos, start_sin,
+    LINES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SLICE: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, BITS: tl.constexpr, AXIS: tl.constexpr,
+    PARAMETERS: tl.constexpr, level: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
+    N: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Products [LINES, 64] of queries and the keys of an encoded page, which is entry e."""
+    s = tl.zeros((LINES, PAGE), tl.float32)
+    for i in tl.static_range(slices(WIDTH, SLICE)):
+        k = page_keys(
+            page, extra, i * SLICE, D, width_of(i, WIDTH, SLICE), BITS, AXIS, PARAMETERS, level, N,
+            PLACES,
+        )  # fmt: skip
+        s = add_scores(
+            s, k, query[i], across[i if N_ROT > 0 else 0], i * SLICE, e, offset_cos, offset_sin,
+            start_cos, start_sin, width_of(i, WIDTH, SLICE), OPERAND, PRECISION, N_ROT, NEOX,
+        )  # fmt: skip
+    return s
+
+
+@device
+def tail_scores(
+    page, slots, query, across, sink_query, sink_across, e, offset_cos, offset_sin, start_cos,
+    start_sin, LINES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SLICE: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """The same of the sinks' or the tail's page of so many slots; SINKS: entry 0 has queries."""
+    s = tl.zeros((LINES, PAGE), tl.float32)
+    for i in tl.static_range(slices(WIDTH, SLICE)):
+        c = tl.arange(0, width_of(i, WIDTH, SLICE)) + i * SLICE
+        x, y = query[i], across[i if N_ROT > 0 else 0]
+        if SINKS:
+            x = tl.where(e == 0, sink_query[i], x)
+            y = tl.where(e == 0, sink_across[i if N_ROT > 0 else 0], y)
+        s = add_scores(
+            s, key_tile(page, c, slots, D), x, y, i * SLICE, e, offset_cos, offset_sin, start_cos,
+            start_sin, width_of(i, WIDTH, SLICE), OPERAND, PRECISION, N_ROT, NEOX,
+        )  # fmt: skip
+    return s
 
 
 @device

@@ -85,17 +85,24 @@ def write_lines(
     pool, records, rows, line, n_lines, k, v, cos, sin, flags, heads,
     D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr, WIDTH_V: tl.constexpr,
     N_ROT: tl.constexpr, NEOX: tl.constexpr, TAIL_K: tl.constexpr, TAIL_V: tl.constexpr,
-    LIMIT_K: tl.constexpr, LIMIT_V: tl.constexpr,
+    LIMIT_K: tl.constexpr, LIMIT_V: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Keys, turned if N_ROT, and values of lines [LINES] of the rows to their tails."""
+    """Keys, turned if N_ROT, and values of lines [LINES] of the rows to their tails.
+
+    KEPT: each KV head has a place of its own.
+    """
     real = line < n_lines
     near = tl.minimum(line, n_lines - 1)
     row, h = tl.load(rows + near // heads).to(tl.int64), near % heads
     record = records + row * RECORD
     sinks, position = tl.load(record + 3), tl.load(record + 5)
-    entry = entry_of(position, sinks)
+    place = position
+    if KEPT:
+        place = tl.load(tl.load(record + 8).to(tl.pointer_type(tl.int64)) + h * 2)
+        position = tl.load(record + 7)
+    entry = entry_of(place, sinks)
     slots = tl.where(entry == 0, (sinks + 15) // 16 * 16, PAGE)
-    slot = tl.where(entry == 0, position, (position - sinks) % PAGE)[:, None]
+    slot = tl.where(entry == 0, place, (place - sinks) % PAGE)[:, None]
     at = h * tl.load(record + 2) + entry
     k_page = tl.load(tl.load(record).to(tl.pointer_type(tl.int64)) + at, real, 0) * ALIGN
     v_page = tl.load(tl.load(record + 1).to(tl.pointer_type(tl.int64)) + at, real, 0) * ALIGN
@@ -121,6 +128,7 @@ def write_tail(
     LINES: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, WIDTH_K: tl.constexpr,
     WIDTH_V: tl.constexpr, Q_ROT: tl.constexpr, K_ROT: tl.constexpr, NEOX: tl.constexpr,
     TAIL_K: tl.constexpr, TAIL_V: tl.constexpr, LIMIT_K: tl.constexpr, LIMIT_V: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
     """Keys and values of the rows to their tails, and if Q_ROT then RoPE of all rows' queries.
 
@@ -132,7 +140,7 @@ def write_tail(
     if number < writers:
         write_lines(
             pool, records, rows, number * LINES + i, n_lines, k, v, cos, sin, flags, heads,
-            D_K, D_V, WIDTH_K, WIDTH_V, K_ROT, NEOX, TAIL_K, TAIL_V, LIMIT_K, LIMIT_V,
+            D_K, D_V, WIDTH_K, WIDTH_V, K_ROT, NEOX, TAIL_K, TAIL_V, LIMIT_K, LIMIT_V, KEPT,
         )  # fmt: skip
     elif Q_ROT > 0:
         line = (number - writers) * LINES + i
@@ -157,33 +165,37 @@ def tail(d_k: int, d_v: int, types: tuple[str, str], lines: int) -> dict[str, An
 
 
 def write(
-    pool: Any, records: Any, rows: Any, k: Any, v: Any, flags: Any, tails: tuple[str, str]
-) -> None:
+    pool: Any, records: Any, rows: Any, k: Any, v: Any, flags: Any, tails: tuple[str, str],
+    kept: bool = False,
+) -> None:  # fmt: skip
     """Store keys f32 [T, G, d_k] and values [T, G, d_v] of the rows i32 [n] as they are.
 
     pool: u8, aligned to 64 bytes. records: i64 [T, 16] of the layer. tails: the types of the
-    tail's keys and values, f16, bf16 or f32.
+    tail's keys and values, f16, bf16 or f32. kept: a policy gave each KV head its place.
     """
-    _write(pool, records, rows, k, k, v, k, k, flags, tails, 0, 0, False)
+    _write(pool, records, rows, k, k, v, k, k, flags, tails, 0, 0, False, kept)
 
 
 def rope_write(
     pool: Any, records: Any, rows: Any, q: Any, k: Any, v: Any, cos: Any, sin: Any, flags: Any,
-    tails: tuple[str, str], n_rot: int, neox: bool, turn_keys: bool,
+    tails: tuple[str, str], n_rot: int, neox: bool, turn_keys: bool, kept: bool = False,
 ) -> None:  # fmt: skip
     """Turn queries f32 [T, H, d_k] in place and `write` keys, turned if turn_keys, and values.
 
     All rows of a batch: `rows` holds 0 to T - 1. cos, sin: f32 [T, n_rot / 2]; None: no RoPE.
     """
     if cos is None:
-        write(pool, records, rows, k, v, flags, tails)
+        write(pool, records, rows, k, v, flags, tails, kept)
     else:
-        _write(pool, records, rows, q, k, v, cos, sin, flags, tails, n_rot, n_rot * turn_keys, neox)
+        _write(
+            pool, records, rows, q, k, v, cos, sin, flags, tails, n_rot, n_rot * turn_keys, neox,
+            kept,
+        )  # fmt: skip
 
 
 def _write(
     pool: Any, records: Any, rows: Any, q: Any, k: Any, v: Any, cos: Any, sin: Any, flags: Any,
-    tails: tuple[str, str], q_rot: int, k_rot: int, neox: bool,
+    tails: tuple[str, str], q_rot: int, k_rot: int, neox: bool, kept: bool,
 ) -> None:  # fmt: skip
     (_, heads, d_k), d_v, n_rows = k.shape, v.shape[2], rows.shape[0]
     lines = 1
@@ -194,5 +206,5 @@ def _write(
         programs += triton.cdiv(n_rows * q.shape[1], lines)
     write_tail[(programs,)](
         pool, records, rows, q, k, v, cos, sin, flags, n_rows, q.shape[1], heads,
-        Q_ROT=q_rot, K_ROT=k_rot, NEOX=neox, **tail(d_k, d_v, tails, lines), **FUSED,
+        Q_ROT=q_rot, K_ROT=k_rot, NEOX=neox, KEPT=kept, **tail(d_k, d_v, tails, lines), **FUSED,
     )  # fmt: skip

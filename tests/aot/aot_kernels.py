@@ -31,6 +31,8 @@ OFTEN = list(
             *(f"attend@q4_0/q4_0@{d}@sm_90" for d in (64, 256)),
             "attend@kivi4/kivi2@128@sm_80",
             "attend@q8_0/q8_0@128@sm_100",
+            "attend@q4_0/q4_0,kept@128@sm_90",
+            "sums@q4_0/q4_0@128@sm_90",
         ]
     )
 )

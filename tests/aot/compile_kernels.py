@@ -4,7 +4,7 @@ A program of its own, since the tests' process has Triton's interpreter:
     python compile_kernels.py attend@q4_0/f16@128@sm_90 encode@kivi2/key@64@gfx942 ...
 Attention's widths may be two, of keys and of values: 576/512. Its pair may be followed by options:
 q4_0/q4_0,operand=bf16,group=16,pages=64/48 (operand: what is multiplied in; group: query heads of
-a KV head; pages: widths that transforms make).
+a KV head; pages: widths that transforms make; kept: under a policy whose sinks have queries).
 """
 
 from __future__ import annotations
@@ -23,22 +23,32 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pykv.kernels import elementwise_triton, launch_triton, matvec_triton, write_triton
+from pykv.kernels import (
+    elementwise_triton,
+    launch_triton,
+    matvec_triton,
+    move_triton,
+    statistics_triton,
+    write_triton,
+)
 from pykv.kernels.attention_triton import attend_prompt, attend_rows, combine
 from pykv.kernels.encode_triton import encode_pages, gather_pages
 
 GROUP = 4
 POINTERS = {
     "pool": "*u8", "records": "*i64", "rows": "*i32", "moves": "*i64", "flags": "*i64",
-    "numbers": "*i64", "flag": "*i32", **dict.fromkeys(("w", "w0", "w1", "w2"), "*u8"),
+    "numbers": "*i64", "places": "*i64", "flag": "*i32",
+    **dict.fromkeys(("w", "w0", "w1", "w2"), "*u8"),
     **dict.fromkeys(
         ("q", "q_pages", "partial", "stats", "extra_k", "extra_v", "extra", "x", "out", "out_pages",
+         "q_sinks", "each",
          "add", "table", "offset_cos", "offset_sin", "start_cos", "start_sin", "table0", "table1",
          "table2", "out0", "out1", "out2", "norm", "weight", "k", "v", "y", "cos", "sin",
          "mapped"), "*fp32",
     ),
 }  # fmt: skip
 FLOATS = ("scale", "eps", "factor")
+GIVEN = ("operand", "group", "pages")  # options of attention
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 WIDE = re.compile(
     r"ld\.global[.\w]*\.v4\.b32|cp\.async\.c[ag]\S* \[[^\]]*\], \[[^\]]*\], 0x10|cp\.async\.cg"
@@ -60,7 +70,7 @@ def attention(key: str, value: str, d: str, target: str) -> tuple[dict[str, Any]
     `value` may have options; see above.
     """
     value, *options = value.split(",")
-    given = dict(each.split("=") for each in options if not each.startswith("outliers"))
+    given = dict(each.split("=") for each in options if each.partition("=")[0] in GIVEN)
     turned = pair_of(d)[0] if launch_triton.module(key).KEY_AXIS == "range" else 0
     operand, pages = given.get("operand", "f16"), given.get("pages")
     tail = "f16" if operand == "f32" else operand
@@ -80,13 +90,30 @@ def target_of(name: str) -> GPUTarget:
 def attend(key: str, value: str, d: str, target: str) -> Any:
     """The decode kernel for a pair of types."""
     fixed, group = attention(key, value, d, target)
+    kept = "kept" in value.split(",")
     value = value.partition(",")[0]
     tile = max(launch_triton.LEAST_DOT, launch_triton.upto(group))
-    counts = {"GROUP": group, "TILE": tile}
+    counts = {"GROUP": group, "TILE": tile, "KEPT": kept, "SINKS": kept}
     # attention may fuse a product and a sum; encoders may not
     return made(
         attend_rows, fixed | counts | chosen((key, value), False, fixed, target), target, True
     )
+
+
+def sums(key: str, value: str, d: str, target: str) -> Any:
+    """The column sums of attention for keys of a type, value being what `attend` takes."""
+    fixed, group = attention(key, value, d, target)
+    value = value.partition(",")[0]
+    tile = max(launch_triton.LEAST_DOT, launch_triton.upto(group))
+    counts = {"GROUP": group, "TILE": tile, "SINKS": True, "EACH": False}
+    options = chosen((key, value), False, fixed, target)
+    fixed = statistics_triton.parameters(fixed) | counts | options
+    return made(statistics_triton.column_sums, fixed, target, True)
+
+
+def decode(name: str, side: str, d: str, target: str) -> Any:
+    """Pages of a type as float32."""
+    return made(move_triton.decode_pages, move_triton.decoder(name, side, int(d)), target, False)
 
 
 def prompt(key: str, value: str, d: str, target: str) -> Any:
@@ -144,7 +171,7 @@ def write(key: str, value: str, d: str, target: str) -> Any:
     """RoPE and the tail's keys and values, for decoding."""
     n = int(d)
     fixed = write_triton.tail(n, n, (key, value), 1)
-    fixed |= {"Q_ROT": n, "K_ROT": n, "NEOX": True}
+    fixed |= {"Q_ROT": n, "K_ROT": n, "NEOX": True, "KEPT": False}
     return made(write_triton.write_tail, fixed, target, True)
 
 
@@ -191,7 +218,8 @@ def made(
 
 
 KERNELS = {
-    "attend": attend, "prompt": prompt, "combine": combined, "encode": encode, "matvec": matvec,
+    "attend": attend, "prompt": prompt, "combine": combined, "encode": encode, "sums": sums,
+    "decode": decode, "matvec": matvec,
     "gated": gated, "panel": panel, "write": write, "norm": norm, "each": each,
 }  # fmt: skip
 

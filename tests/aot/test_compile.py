@@ -161,3 +161,16 @@ def test_keys_that_are_turned_and_outliers(target, tmp_path):
     compiled(
         [f"{k}@nuq4:outliers=1%/nuq4@{d}@{target}" for d in (64, 128) for k in kinds], tmp_path
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_policies_need(target, tmp_path):
+    pairs = ("f16/f16", *PAIRS)
+    what = [f"attend@{pair},kept@{d}@{target}" for pair in pairs for d in (64, 128)]
+    what += [f"sums@{pair}@{d}@{target}" for pair in pairs for d in (64, 128)]
+    what += [f"{kind}@nuq4/nuq4{more}@128@{target}" for kind, more in (("attend", ",kept"),
+                                                                      ("sums", ""))]  # fmt: skip
+    kinds = (*cache_types(), "nuq4:outliers=1%")
+    what += [f"decode@{name}/{side}@128@{target}" for name in kinds for side in ("key", "value")]
+    compiled(what, tmp_path)

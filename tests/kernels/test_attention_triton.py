@@ -164,11 +164,11 @@ def attend(cache, group, q, splits=2, operand=tl.float16, rope=None, more_chunks
     order = torch.tensor(range(rows) if order is None else order, dtype=torch.int32)
     cache_records = torch.from_numpy(cache.records)
     attention.attend_rows[(rows, n_kv, splits)](
-        torch.from_numpy(cache.pool), cache_records, order, query, page_query, partial,
+        torch.from_numpy(cache.pool), cache_records, order, query, page_query, query, partial,
         stats, extra_k, extra_v, extra_k.shape[1], extra_v.shape[1], n_kv, chunks, splits,
         float(np.log2(np.e) / np.sqrt(d)),
         *turns(rope, int(cache.records[0, 3]), int(cache.records[:, 2].max())), GROUP=group,
-        TILE=16, **settings(cache, operand, rope),
+        TILE=16, KEPT=False, SINKS=False, **settings(cache, operand, rope),
     )  # fmt: skip
     attention.combine[(rows, heads)](
         cache_records, order, partial, stats, out, out_pages, chunks, width,
