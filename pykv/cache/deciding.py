@@ -44,10 +44,16 @@ def rules(policy: Decider, budget: Budget | None, paging: Paging) -> Rules:
     )  # fmt: skip
 
 
+def limit(rules: Rules, n_ctx: int) -> int:
+    """Tokens that a text may have in a context of n_ctx.  No distance is to pass the context."""
+    return rules.budget.reach(n_ctx) if rules.policy.endless else n_ctx
+
+
 def most_kept(rules: Rules, n: int) -> int:
-    """Tokens of n that a head has at the same time."""
+    """Tokens that a head has at the same time, of a text that fits a context of n."""
     if rules.policy.whole_prompts:
         return n
+    n = limit(rules, n)
     return min(n, rules.budget.of(n) + SLACK_TOKENS)
 
 

@@ -28,8 +28,6 @@ from pykv.errors import CacheFullError, ConfigError
 from pykv.formats.coded import HeadNumbers
 from pykv.policies.base import U8
 
-ENDLESS = 1 << 30  # tokens of a text under a policy that distances do not grow with
-
 
 class Store:
     """Keys and values of all sequences of a model.
@@ -105,8 +103,8 @@ class Store:
 
     @property
     def limit(self) -> int:
-        """Tokens that a sequence may have."""
-        return ENDLESS if self.policy is not None and self.policy.endless else self.n_ctx
+        """Tokens that a sequence may have: more than n_ctx where no more than these are kept."""
+        return self.n_ctx if self._rules is None else deciding.limit(self._rules, self.n_ctx)
 
     @property
     def forks(self) -> bool:
@@ -173,13 +171,13 @@ class Store:
     def begin(self, batch: Sequence[tuple[int, I32]], outputs: I32) -> Step:
         """Make room for the tokens of some sequences; returns what the backend must know.
 
-        Raises CacheFullError: a sequence would pass `n_ctx` tokens; nothing is changed then.
+        Raises CacheFullError: a sequence would pass `limit` tokens; nothing is changed then.
         """
         for sequence, tokens in batch:
             if len(tokens) > self.room(sequence):
                 raise CacheFullError(
                     f"the context is full: {self.length(sequence)} tokens are cached, "
-                    f"{len(tokens)} more were to be added, and {self.n_ctx} fit; raise --ctx-size "
+                    f"{len(tokens)} more were to be added, and {self.limit} fit; raise --ctx-size "
                     "or start anew"
                 )
         total = sum(len(tokens) for _, tokens in batch)

@@ -304,7 +304,7 @@ class Model:
         ids = np.array(self.ids(list(tokens)), np.int32)
         if len(ids) > self.store.limit:
             raise CacheFullError(
-                f"the text has {len(ids):,} tokens, and {self.n_ctx:,} fit the context; "
+                f"the text has {len(ids):,} tokens, and {self.store.limit:,} fit the context; "
                 "raise ctx_size or shorten it"
             )
         out = np.empty((len(ids), self.n_vocab), np.float32)

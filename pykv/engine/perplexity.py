@@ -76,7 +76,9 @@ def chunks_of(
     if ctx_size < LEAST_CHUNK:
         raise ConfigError(f"a chunk needs at least {LEAST_CHUNK} tokens, not {ctx_size}")
     if ctx_size > model.store.limit:
-        raise ConfigError(f"a chunk of {ctx_size} tokens is longer than the context, {model.n_ctx}")
+        raise ConfigError(
+            f"a chunk of {ctx_size} tokens is longer than the context, {model.store.limit}"
+        )
     _check_count(chunks)
     # the text gets no BOS of its own: each chunk's first token is replaced by one, the first's too
     ids = model.tokenizer.encode(text, add_special=False, parse_special=False)

@@ -122,7 +122,7 @@ class Session:
         if len(tokens) > room:
             raise CacheFullError(
                 f"the text is too long: {len(tokens):,} tokens are to be read, and {room:,} of the "
-                f"context's {self._model.n_ctx:,} are free; raise ctx_size (-c) or shorten it"
+                f"context's {self._model.store.limit:,} are free; raise ctx_size (-c) or shorten it"
             )
         n, step = len(tokens), self._model.ubatch
         for start in range(0, n - 1 - (n - 1) % step, step):

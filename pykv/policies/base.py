@@ -25,6 +25,7 @@ Bool = npt.NDArray[np.bool_]
 
 FULL = "full"  # the name of no policy: every token is kept
 LEAST_TOKENS = 64  # of a budget in percent
+ENDLESS = 1 << 30  # tokens of a text under a policy that distances do not grow with
 PLAIN, SPECIAL, PUNCTUATION = 0, 1, 2  # token classes; special: BOS, EOS, control
 
 _PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)%")
@@ -225,6 +226,12 @@ class Budget:
     def of(self, n_seen: int) -> int:
         """Tokens that may be kept when n_seen have been read; a share is at least 64."""
         return self.tokens or max(LEAST_TOKENS, int(n_seen * self.percent / 100))
+
+    def reach(self, n: int) -> int:
+        """Tokens of the longest text of which at most n are kept; a text of n fits always."""
+        if self.of(0) > n:
+            return n
+        return ENDLESS if self.tokens else min(int(n * 100 / self.percent), ENDLESS)
 
 
 def names() -> list[str]:

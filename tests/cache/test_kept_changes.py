@@ -7,8 +7,8 @@ import pytest
 from kept_oracle import Run, text_of
 
 from pykv.backends.base import LayerShape
-from pykv.cache.store import ENDLESS
 from pykv.errors import CacheFullError, CancelledError, ConfigError
+from pykv.policies.base import ENDLESS
 
 SHAPES = (LayerShape(2, 2, 4, 3), LayerShape(2, 1, 4, 3, window=75))
 POLICIES = [
@@ -183,6 +183,21 @@ def test_text_may_pass_the_context_where_no_distance_grows(policy, endless):
     assert run.store.length(sequence) == 230
     # a page of keys and one of values (32 channels) more or less in each of three heads
     assert max(nbytes) - min(nbytes) <= 3 * 64 * (4 + 32) * 2
+
+
+@pytest.mark.parametrize(
+    ("budget", "limit"),
+    [("100", ENDLESS), ("101", 100), ("1000000", 100), ("50%", 200), ("100%", 100)],
+)
+def test_no_more_is_kept_than_the_context_holds(budget, limit):
+    run, text = Run("sinks", budget, shapes=SHAPES, n_ctx=100), text_of(230, SHAPES)
+    sequence, n = run.store.new_sequence(), min(limit, 230)
+    assert run.store.room(sequence) == limit
+    run.read(sequence, text.part(0, n))
+    assert len(run.store.positions(sequence, 0, 0)) <= 100
+    if n == limit:
+        with pytest.raises(CacheFullError, match=f"{limit} fit"):
+            run.begin([(sequence, text.part(0, 1))])
 
 
 def test_the_peak_is_what_a_prompt_took():
