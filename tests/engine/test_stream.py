@@ -15,7 +15,7 @@ pytestmark = pytest.mark.models
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["f16", "q4_0"])
 def test_a_hundred_thousand_tokens_take_constant_memory(smollm2_path, name):
-    """The most bytes of a page's worth of steps, early and late, and predictions that stay right."""
+    """The most bytes over a page of steps, early and late, and predictions that stay right."""
     cache = CacheConfig(name, name, policy="sinks", budget="512")
     with pykv.load(smollm2_path, cache=cache, load=LoadConfig(ctx_size=1024)) as model:
         text = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 40
