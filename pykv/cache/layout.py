@@ -274,8 +274,8 @@ def bands_of(config: CacheConfig, shapes: Sequence[LayerShape]) -> list[Band]:
 def policy_of(config: CacheConfig) -> tuple[Policy | None, Budget | None]:
     """The settings' policy and its budget; None: every token is kept.
 
-    Raises ConfigError, UnsupportedError: names or numbers that are not understood, a budget that is
-    missing, of no use, or too small.
+    Raises ConfigError: names or numbers that are not understood, a budget that is missing, of no
+    use, or too small.
     """
     policy = policies.parse(config.policy)
     if policy is None or not policy.takes_budget:

@@ -171,8 +171,10 @@ class Store:
     def begin(self, batch: Sequence[tuple[int, I32]], outputs: I32) -> Step:
         """Make room for the tokens of some sequences; returns what the backend must know.
 
-        Raises CacheFullError: a sequence would pass `limit` tokens; nothing is changed then.
+        Raises CacheFullError: a sequence would pass `limit` tokens; ConfigError: one has no tokens,
+        or is there twice. Nothing is changed then.
         """
+        self._check_batch(batch)
         for sequence, tokens in batch:
             if len(tokens) > self.room(sequence):
                 raise CacheFullError(
@@ -209,6 +211,13 @@ class Store:
         for round_ in step.rounds:
             round_.join()
         return step
+
+    def _check_batch(self, batch: Sequence[tuple[int, I32]]) -> None:
+        # what one part undoes must not be what another did
+        if len({sequence for sequence, _ in batch}) < len(batch):
+            raise ConfigError("a sequence is in the batch twice; put its tokens together")
+        if not batch or not all(len(tokens) for _, tokens in batch):
+            raise ConfigError("a batch needs sequences, and each of them a token at least")
 
     def commit(self) -> None:
         """Make the batch count: pages that it replaced, or that no query sees any more, go."""
@@ -261,7 +270,11 @@ class Store:
         With an ending, `select` and then `commit` or `abort` follow.
         """
         held = self._sequences[sequence]
-        if self._rules is None or not self._rules.policy.whole_prompts or held.tokens == 0:
+        if self._rules is None or not self._rules.policy.whole_prompts:
+            return None
+        if held.tokens == 0:  # then what follows is no prompt
+            if held.kept is not None:
+                held.kept.reading = False
             return None
         return deciding.ending(self._rules, held, self._paging, self.numbers)
 

@@ -175,23 +175,27 @@ def measure(
 ) -> Iterator[Figures]:
     """Figures of the cases, those of a depth side by side, each as soon as it is there.
 
-    The tokens before a case are read once a depth; a repetition goes on in a fork of them.
+    The tokens before a case are read once a depth; a repetition goes on in a fork of them. Under a
+    policy, which may forbid forks, each repetition reads them anew: they are a prompt then, and so
+    is what a prompt's case reads, whose end is timed with it.
     Raises CacheFullError, NumericsError.
     """
     store = model.store  # also when the model has been closed meanwhile
     for depth, group in groupby(wanted, key=lambda case: case.n_depth):
-        base = store.new_sequence()
+        base = store.new_sequence() if store.policy is None else None
         try:
-            _read(model, base, _tokens(model, 0, depth))
+            if base is not None:
+                _read(model, base, _tokens(model, 0, depth))
             for case in group:
-                held = _cache_sizes(store, case, model.ubatch)
                 started = datetime.now(UTC)
                 _run(model, store, base, case, warm_up=True)
-                samples = [_run(model, store, base, case) for _ in range(repetitions)]
+                runs = [_run(model, store, base, case) for _ in range(repetitions)]
+                held = runs[-1][1] if base is None else _cache_sizes(store, case, model.ubatch)
                 per_step = weight_step_bytes + round(statistics.mean(held)) if case.n_gen else None
-                yield Figures(case, started, tuple(samples), held[-1], per_step)
+                yield Figures(case, started, tuple(ns for ns, _ in runs), held[-1], per_step)
         finally:
-            store.free(base)
+            if base is not None:
+                store.free(base)
 
 
 def _tokens(model: Model, start: int, stop: int) -> I32:
@@ -211,19 +215,37 @@ def _read(model: Model, sequence: int, ids: I32) -> None:
         model.step([(sequence, part)], outputs)
 
 
-def _run(model: Model, store: Store, base: int, case: Case, warm_up: bool = False) -> int:
-    """Nanoseconds of one repetition; to warm up, a whole prompt is read or one token."""
+def _run(
+    model: Model, store: Store, base: int | None, case: Case, warm_up: bool = False
+) -> tuple[int, list[int]]:
+    """Nanoseconds of one repetition; without a base, which it forks, `nbytes` after each batch too.
+
+    To warm up, a whole prompt is read or one token.
+    """
     n = 1 if warm_up and case.n_gen else case.n_timed
-    ids = _tokens(model, case.n_depth, case.n_depth + n)
-    outputs, sequence = np.zeros(1, np.int32), store.fork(base)
+    ids, at_once = _tokens(model, case.n_depth, case.n_depth + n), 1
+    sequence = store.new_sequence() if base is None else store.fork(base)
+    sizes = list[int]()
     try:
-        started = time.perf_counter_ns()
+        if base is None:
+            _read(model, sequence, _tokens(model, 0, 0 if warm_up else case.n_depth))
+            model.end_prompt(sequence)
         if case.n_prompt:
-            _read(model, sequence, ids)
-        else:
-            for i in range(n):
-                model.step([(sequence, ids[i : i + 1])], outputs)
-        return time.perf_counter_ns() - started
+            store.begin_prompt(sequence)
+            at_once = model.ubatch
+        started = time.perf_counter_ns()
+        for start in range(0, n, at_once):
+            part = ids[start : start + at_once]
+            last = case.n_gen or start + len(part) == n
+            outputs = np.array([len(part) - 1] if last else [], np.int32)
+            model.step([(sequence, part)], outputs)
+            if last and case.n_prompt:
+                model.end_prompt(sequence)
+            if base is None:
+                paused = time.perf_counter_ns()
+                sizes.append(store.nbytes)
+                started += time.perf_counter_ns() - paused
+        return time.perf_counter_ns() - started, sizes
     finally:
         store.free(sequence)
 

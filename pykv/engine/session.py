@@ -75,7 +75,12 @@ class Session:
             self._model.end_prompt(self._number)
 
     def truncate(self, n: int) -> int:
-        """Go back to n tokens, or to fewer where the cache cannot; returns how many stay."""
+        """Go back to n tokens, or to fewer where the cache cannot; returns how many stay.
+
+        Raises ConfigError: n is below 0.
+        """
+        if n < 0:
+            raise ConfigError(f"a session cannot go back to {n} tokens; give 0 or more")
         self.unread = []
         if self._number is not None and n < len(self):
             self._model.store.truncate(self._number, n)

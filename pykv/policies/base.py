@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pykv import registry
-from pykv.errors import ConfigError, PolicyError
+from pykv.errors import ConfigError, PolicyError, UnsupportedError
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -242,15 +242,17 @@ def names() -> list[str]:
 def parse(spec: str) -> Policy | None:
     """The policy of a name with settings, `h2o:recent=0.5,prompt=full`; None for `full`.
 
-    Raises UnsupportedError: an unknown name. ConfigError: an unknown setting, or a value that does
-    not fit it.
+    Raises ConfigError: an unknown name or setting, or a value that does not fit it.
     """
     name, colon, rest = spec.partition(":")
     if spec == FULL:
         return None
     if name == FULL:
         raise ConfigError(f"kv policy {FULL} has no settings, so '{rest}' cannot be set")
-    kind: type[Policy] = registry.find("policies", name, "kv policy", also=(FULL,)).POLICY
+    try:
+        kind: type[Policy] = registry.find("policies", name, "kv policy", also=(FULL,)).POLICY
+    except UnsupportedError as error:  # of a setting, and not of a file
+        raise ConfigError(str(error)) from None
     return kind(**_values(kind, rest)) if colon else kind()
 
 

@@ -225,6 +225,36 @@ class TestMeasure:
         assert decode.cache_bytes == sizes[69]
         assert decode.step_bytes == round(np.mean(sizes[:70]))
 
+    @pytest.mark.parametrize("policy", ["sinks", "h2o", "h2o:prompt=full", "snapkv", "fastgen"])
+    @pytest.mark.parametrize("depth", [0, 200])
+    def test_under_a_policy_what_came_before_is_a_prompt(self, load, policy, depth):
+        budget = None if policy == "fastgen" else "64"
+        model = load(cache=CacheConfig(policy=policy, budget=budget), ubatch=48)
+        cases = [Case(150, 0, depth), Case(0, 100, depth)]
+        found = list(bench.measure(model, cases, 2, 1000))
+        assert model.store.nbytes == 0
+        for case, of in zip(cases, found, strict=True):
+            session, sizes = model.session(), []
+            ids = bench._tokens(model, 0, depth).tolist() or [0]
+            ids += bench._tokens(model, depth, case.n_tokens).tolist()
+            if depth:
+                session.read(ids[:depth])
+                session.end_prompt()
+            else:
+                ids.pop(0)
+                model.store.end_prompt(session._number)
+            if case.n_prompt:
+                session.begin_prompt()
+                session.read(ids[depth:])
+                session.end_prompt()
+            for token in ids[depth:] if case.n_gen else []:
+                session.read([token])
+                sizes.append(model.store.nbytes)
+            assert of.cache_bytes == model.store.nbytes
+            assert len(of.samples_ns) == 2
+            assert case.n_prompt or of.step_bytes == 1000 + round(np.mean(sizes))
+            session.free()
+
     def test_an_interrupt_leaves_no_page_behind(self, load, monkeypatch):
         model = load()
         steps, step = count(), model.step

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pykv.config import CacheConfig
 from pykv.engine.session import Session, StopText
 from pykv.errors import CacheFullError, CancelledError, ConfigError, NumericsError
 
@@ -337,6 +338,28 @@ class TestSession:
         assert session.tokens == list(range(70))
         again = session.read([200, 201])
         np.testing.assert_array_equal(again, model.logits([*range(70), 200, 201])[-1])
+
+    def test_less_than_nothing(self, load):
+        session = Session(load())
+        session.read([1, 2, 3])
+        with pytest.raises(ConfigError, match="cannot go back to -1 tokens"):
+            session.truncate(-1)
+        assert len(session) == 3
+
+    @pytest.mark.parametrize("policy", ["full", "sinks"])
+    def test_a_batch_that_makes_no_sense(self, load, policy):
+        budget = None if policy == "full" else "64"
+        model = load(cache=CacheConfig(policy=policy, budget=budget))
+        number, one = model.store.new_sequence(), np.zeros(1, np.int32)
+        for batch, what in (
+            ([], "needs sequences"),
+            ([(number, one[:0])], "a token at least"),
+            ([(number, one), (number, one)], "twice"),
+        ):
+            with pytest.raises(ConfigError, match=what):
+                model.step(batch, one)
+        assert model.store.length(number) == 0
+        assert model.step([(number, one)], one).shape == (1, model.n_vocab)
 
     def test_nothing_to_read(self, load):
         with pytest.raises(ConfigError, match="the prompt has no tokens"):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pykv.errors import ConfigError, UnsupportedError
+from pykv.errors import ConfigError
 from pykv.policies import base
 from pykv.policies.base import Budget, lowest, oldest
 from pykv.policies.h2o import H2O
@@ -81,7 +81,7 @@ def test_a_wrong_setting_is_refused_with_those_that_there_are(spec, sentence):
     [("h20", "h2o"), ("ful", "full"), ("snapvk:window=8", "snapkv"), ("base", "sinks"), ("", "")],
 )
 def test_an_unknown_policy_is_refused_with_those_that_are_known(spec, guess):
-    with pytest.raises(UnsupportedError, match=r"unknown kv policy") as error:
+    with pytest.raises(ConfigError, match=r"unknown kv policy") as error:
         base.parse(spec)
     assert ", ".join(base.names()) in str(error.value)
     assert guess in str(error.value)
