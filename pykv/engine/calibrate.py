@@ -38,6 +38,7 @@ import numpy as np
 from pykv import registry
 from pykv.backends.base import I32
 from pykv.backends.cpu import CpuBackend
+from pykv.engine import keeping
 from pykv.engine.calibration import LOWRANK, Calibration
 from pykv.engine.chunks import first_chunks, read_chunk
 from pykv.engine.watch import FIRST, Watch
@@ -118,6 +119,7 @@ def calibrate(
     dev = model.dev
     if not isinstance(dev, CpuBackend):
         raise ConfigError(f"calibration runs on the cpu backend, not on {dev.name}: --device cpu")
+    keeping.refuse(model.config, "calibrate")
     tokens = _whole_chunks(model, text, ctx_size, chunks)
     if tokens.size < FEW_TOKENS:
         log.warning(

@@ -10,8 +10,9 @@ import numpy as np
 
 from pykv.backends.base import Backend
 from pykv.cache.store import Store
+from pykv.config import CacheConfig
 from pykv.errors import ConfigError
-from pykv.policies.base import PLAIN, PUNCTUATION, SPECIAL, U8
+from pykv.policies.base import FULL, PLAIN, PUNCTUATION, SPECIAL, U8
 from pykv.tokenizer import Tokenizer
 
 log = logging.getLogger("pykv")
@@ -35,6 +36,15 @@ def prepare(dev: Backend, store: Store, tokenizer: Tokenizer) -> None:
     dev.prepare_moves(store.shapes, store.formats)
     if store.policy.needs == "window":
         store.classes = classes(tokenizer)
+
+
+def refuse(config: CacheConfig, what: str) -> None:
+    """Raise ConfigError: a policy was set for what looks at every token."""
+    if config.policy != FULL:
+        raise ConfigError(
+            f"{what} looks at every token: leave out --kv-policy {config.policy}, whose effect "
+            "pykv perplexity and pykv needle show"
+        )
 
 
 def plan(store: Store) -> list[str]:

@@ -32,7 +32,7 @@ from pykv.backends.cpu import CpuBackend
 from pykv.cache import layout
 from pykv.cache.layout import LayerLayout
 from pykv.config import CacheConfig
-from pykv.engine import numbers
+from pykv.engine import keeping, numbers
 from pykv.engine.chunks import first_chunks, read_chunk
 from pykv.engine.kv_errors import PARTS, Candidate, Part, Progress, Watch
 from pykv.engine.spectrum import F64, KEPT, Spectrum
@@ -179,6 +179,7 @@ def _type_dict(of: TypeErrors) -> dict[str, Any]:
 
 def check_types(types: Sequence[str], cache: CacheConfig) -> None:
     """Raise ConfigError for types that are wrong whatever the model."""
+    keeping.refuse(cache, "kv-report")
     for name in types:
         layout.check(_alone(name, cache))
 
@@ -248,6 +249,7 @@ def measure(
             "keys; pykv perplexity --kl-divergence compares its cache types"
         )
     cache = model.config if cache is None else cache
+    keeping.refuse(cache, "kv-report")
     tried, left_out = candidates(model, types, cache)
     _check_chunk(tried, cache.sinks, ctx_size)
     tokens, shapes = first_chunks(model, text, ctx_size, chunks), model.store.shapes

@@ -224,3 +224,8 @@ def test_types_are_checked_before_a_model_is_there():
         kv_report.check_types(["q8_0", "q4"], CacheConfig())
     with pytest.raises(ConfigError, match="outliers=1%, from 0 to"):
         kv_report.check_types(["nuq3:outliers=x"], CacheConfig())
+
+
+def test_a_policy_is_refused(model):
+    with pytest.raises(ConfigError, match="kv-report looks at every token: leave out --kv-policy"):
+        kv_report.measure(model, "text", cache=CacheConfig(policy="sinks", budget="64"))
