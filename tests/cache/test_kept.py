@@ -65,7 +65,7 @@ def test_kept_tokens_budget_and_attention_after_every_token(policy, budget, form
 # how tokens are batched leaves no trace
 
 
-@pytest.mark.parametrize(("policy", "budget", "formats", "residual"), CASES[1::4], ids=IDS[1::4])
+@pytest.mark.parametrize(("policy", "budget", "formats", "residual"), CASES[1::6], ids=IDS[1::6])
 def test_one_batch_and_sevens_leave_the_same(policy, budget, formats, residual):
     text, seen = text_of(TOKENS), []
     for size in (TOKENS, 7):

