@@ -223,12 +223,6 @@ class CpuBackend(Backend):
         if self._attention is not None:
             self._attention.step.check_cancelled()
 
-    def copy(self, x: Buffer) -> Buffer:
-        """A copy of a result."""
-        out = self.buffer(*x.shape)
-        self.emit("add", 1, x, 0, out, int(np.prod(x.shape)), 1.0)
-        return out
-
     def buffer(self, *shape: int) -> Buffer:
         """Fresh memory for a result."""
         return Buffer(self.arena.take(int(np.prod(shape)) * 4), shape)

@@ -142,7 +142,7 @@ class CpuAttention:
             policy = None
         q_sinks = q
         if policy is not None and policy.sink_places is not None:
-            q_sinks = self._backend.copy(q)
+            q_sinks = self._backend.scale(q, 1.0)
             self._turn(q_sinks, rope, scale, "sinks")
         turns: Any = 0
         if formats.position == "read":
